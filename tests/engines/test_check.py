@@ -76,8 +76,8 @@ def other(**changes) -> dict:
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        (served(other(dtype="torch.float32"), max_model_len=512), r"has `max_model_len` \(512\), and the others 1024"),
-        (served(other(dtype="torch.bfloat16")), r"has `dtype` \('torch.bfloat16'\), and the others 'torch.float32'"),
+        (served(max_model_len=512), r"its max_model_len is 512, that of others 1024"),
+        (served(other(dtype="torch.bfloat16")), r"its dtype is bfloat16, that of others float32"),
         (served(other(logprobs_mode="raw_logprobs")), r"runs with `--logprobs-mode raw_logprobs`"),
         (served(rpc=blind), r"it does not see .* as here$"),
         (routes(HEALTHY), r"trl_darts is not in its environment"),
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named(server, words):
     usual = served(other(dtype="torch.float32"))
     urls, result = check(usual, usual, server)
     assert result.exit_code == 1
-    assert re.search(rf"^.*{urls[2]}.*{words}", result.stderr, re.MULTILINE), result.stderr
+    assert re.search(rf"^{urls[2]}: .*{words}", result.stderr, re.MULTILINE), result.stderr
     assert urls[0] not in result.stderr
 
 

@@ -99,8 +99,6 @@ def with_pool(switch, play, refresh=waits, **deadlines):
             await watching.ready()
             servers.listeners = [log := Log()]
             await play(servers, servers.members[url], log)
-            for url in servers.members:
-                watching._watches[url].cancel()
 
     with switch.serve() as url:
         asyncio.run(main(url))

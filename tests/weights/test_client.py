@@ -71,7 +71,7 @@ def test_the_client_of_trl(tmp_path, monkeypatch):
 def test_the_check_command():
     with fake_server(routes([])) as url:
         (found,) = check_servers([url], WayBack("secret"), None, 5.0)
-    assert found.facts.model == "served"
+    assert found.model == "served"
 
 
 def test_a_server_that_is_broken_is_passed_over_for_the_next_one():

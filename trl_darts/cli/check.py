@@ -14,6 +14,9 @@ from ..scheduling.rules import one_of
 from ..weights import WEIGHT_SYNCS
 
 
+COLUMNS = ("model", "dtype", "max_model_len", "slots", "vllm", "trl_darts", "weights")
+
+
 def check(
     servers: Annotated[
         str,
@@ -45,11 +48,11 @@ def check(
 
     with way_back(_resolved(weight_sync, weight_sync_dir), weight_sync_dir, group_port) as way:
         checked = check_servers(urls, way, os.environ.get(API_KEY_VARIABLE) or None, timeout)
-    table = Table(*checked[0].row, box=None, pad_edge=False)
+    table = Table("server", *COLUMNS, box=None, pad_edge=False)
     for one in checked:
-        table.add_row(*(str(value or "?") for value in one.row.values()))
+        table.add_row(one.url, *(getattr(one, name) or "?" for name in COLUMNS))
     Console(width=None if Console().is_terminal else 160).print(table)
-    problems = [problem for one in checked for problem in one.problems]
+    problems = [f"{one.url}: {problem}" for one in checked for problem in one.problems]
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError, TRLDARTSError
@@ -24,11 +24,9 @@ from .preflight import Preflight, Requirements, ServerFacts
 from .vllm_api import VLLMServer, new_session, server_load
 
 
-VERSIONS = ("vllm", "trl_darts")  # must not differ between servers
+EQUAL = ("model", "dtype", "max_model_len", "vllm", "trl_darts")  # columns that must not differ between servers
 NO_PLUGIN = "none"
 PROBE_S = 30.0
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -36,26 +34,18 @@ class Checked:
     """What is known about a server, and what is wrong with it."""
 
     url: str
-    facts: ServerFacts | None = None
+    model: str = ""
+    dtype: str = ""
+    max_model_len: str = ""
+    slots: str = ""
     vllm: str = ""
     trl_darts: str = ""
     weights: str = ""  # how they get there
-    problems: list[str] = field(default_factory=list)  # each names the server
+    problems: list[str] = field(default_factory=list)
 
-    @property
-    def row(self) -> dict[str, object]:
-        """Columns of a table. Those that are not known are empty."""
-        facts = ServerFacts("", 0) if self.facts is None else self.facts
-        return {
-            "server": self.url,
-            "model": facts.model,
-            "dtype": (facts.dtype or "").removeprefix("torch."),
-            "max_model_len": facts.max_model_len,
-            "slots": facts.max_num_seqs,
-            "vllm": self.vllm,
-            "trl_darts": self.trl_darts,
-            "weights": self.weights,
-        }
+    def note(self, facts: ServerFacts) -> None:
+        self.model, self.dtype = facts.model, (facts.dtype or "").removeprefix("torch.")
+        self.max_model_len, self.slots = str(facts.max_model_len), str(facts.max_num_seqs or "")
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,7 @@ def send_to_all(listener: socket.socket, secret: str) -> None:
 
 
 def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float) -> list[Checked]:
-    """Checks all servers at once, for any model. Those that differ from most others have a problem."""
+    """Checks all servers at once, for any model. Differences between them are problems of those in the minority."""
     backend = None if way.address is None else "nccl"
     needs = Requirements(0, None, processed_logprobs=True, weight_transfer=backend, timeout_s=timeout_s)
 
@@ -137,7 +127,12 @@ def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeou
             return list(await asyncio.gather(*(_check(server, way, needs) for server in servers)))
 
     checked = asyncio.run(run())
-    _compare(checked)
+    for name in EQUAL:
+        values = [getattr(one, name) for one in checked if getattr(one, name)]
+        usual = max(values, key=values.count, default="")
+        for one in checked:
+            if getattr(one, name) not in ("", usual):
+                one.problems.append(f"its {name} is {getattr(one, name)}, that of others {usual}")
     return checked
 
 
@@ -147,15 +142,14 @@ async def _check(server: VLLMServer, way: WayBack, needs: Requirements) -> Check
         await server.get("/health", needs.timeout_s)
         found.vllm = ((await server.get("/version", needs.timeout_s)) or {}).get("version", "")
         check = await Preflight.of(server, needs)
-        found.facts = check.facts
+        found.note(check.facts)
         found.problems += [problem async for problem in check.problems()]
         load = await server_load(server, needs.timeout_s)
         if load is not None and load.num_running + load.num_waiting:
-            found.problems.append(f"{check.name} decodes: another trainer may be using it.")
+            found.problems.append("it decodes: another trainer may be using it")
         await _probe(server, found, way)
     except FAILURES as error:
-        reason = describe(error, f"a request within {needs.timeout_s:g} s")
-        found.problems.append(reason if server.base_url in reason else f"{server.base_url}: {reason}")
+        found.problems.append(describe(error, f"a request within {needs.timeout_s:g} s"))
     except ConfigurationError as error:
         found.problems.append(str(error))
     return found
@@ -167,30 +161,10 @@ async def _probe(server: VLLMServer, found: Checked, way: WayBack) -> None:
         answers = (await server.post("/collective_rpc", body, PROBE_S))["results"]
     except TRLDARTSError:
         found.trl_darts = NO_PLUGIN
-        found.problems.append(f"{server.base_url}: trl_darts is not in its environment, so weights can't be checked")
+        found.problems.append("trl_darts is not in its environment, so weights can't be checked")
         return
     found.trl_darts = answers[0]["trl_darts"]
     problem = way.problem(server.base_url, answers)
     found.weights = "no" if problem else "NCCL" if way.address else "files"
     if problem:
-        found.problems.append(f"{server.base_url}: {problem}")
-
-
-def _compare(checked: Sequence[Checked]) -> None:
-    """Adds the differences between servers to the problems of those in the minority."""
-    facts = [one.facts for one in checked if one.facts is not None]
-    for one in checked:
-        try:
-            if one.facts is not None:
-                one.facts.check_like(one.url, _usual(facts))
-        except ConfigurationError as error:
-            one.problems.append(str(error))
-    for name in VERSIONS:
-        values = [getattr(one, name) for one in checked if getattr(one, name)]
-        for one in checked:
-            if (own := getattr(one, name)) and own != _usual(values):
-                one.problems.append(f"{one.url}: its {name} is {own}, that of others {_usual(values)}")
-
-
-def _usual(values: Sequence[T]) -> T:
-    return max(values, key=values.count)
+        found.problems.append(problem)

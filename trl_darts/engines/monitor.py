@@ -6,8 +6,9 @@ metrics. A lost server that answers again gets the current weights, and so does 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from typing import Any
 
 from .pool import FAILURES, Member, ServerPool, State, describe, is_our_own
 from .vllm_api import VLLMServer, max_num_seqs, sampling_of, server_load
@@ -55,22 +56,29 @@ class Monitor:
         num_sharing: int = 1,
     ) -> None:
         self.pool = pool
-        self.deadlines = deadlines
-        self.refresh = refresh
-        self.num_sharing = num_sharing
+        self._deadlines = deadlines
+        self._refresh = refresh
+        self._num_sharing = num_sharing
         self.lag = LoopLag()
         self._connect = connect
-        self._watches: dict[str, Watch] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # by server and name
         self._measuring: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Starts watching the servers that are not watched yet."""
         if self._measuring is None:
             self._measuring = asyncio.create_task(self.lag.watch())
-        if new := self.pool.members.keys() - self._watches.keys():
+        if any((url, self._watch.__name__) not in self._tasks for url in self.pool.members):
             self.pool.logs.find(self.pool.members)
-        for url in new:
-            self._watches[url] = Watch(self, url)
+        for url in self.pool.members:
+            self._once(url, self._watch)
+
+    def _once(self, url: str, action: Callable[[str], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Starts an action on a server, unless it is running. It ends if the server is removed."""
+        key = url, action.__name__
+        if key not in self._tasks or self._tasks[key].done():
+            self._tasks[key] = asyncio.create_task(action(url))
+        return self._tasks[key]
 
     async def ready(self) -> None:
         """Waits until the slots of all servers that are up are known. Otherwise, the first gets all candidates."""
@@ -88,8 +96,8 @@ class Monitor:
     def remove(self, url: str) -> None:
         """Removes a server. Its candidates continue on other servers."""
         self.pool.remove(url)
-        if (watch := self._watches.pop(url, None)) is not None:
-            watch.cancel()
+        for key in [key for key in self._tasks if key[0] == url]:
+            self._tasks.pop(key).cancel()
 
     def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
         """Copies the state from the main process: the version, the servers, and which of them have its weights."""
@@ -99,144 +107,123 @@ class Monitor:
             self.remove(url)
         self.pool.follow(version, has_weights)
 
+    async def _watch(self, url: str) -> None:
+        await asyncio.gather(self._begin(url), self._keep_probing(url))
+
+    async def _begin(self, url: str) -> None:
+        await self._ask_for_slots(url)
+        if self.pool.members[url].state is State.RETURNED:  # a new server
+            await self._bring_back(url)
+
+    async def _keep_probing(self, url: str) -> None:
+        while True:
+            await asyncio.sleep(min(PROBE_INTERVAL_S * self._num_sharing, MAX_PROBE_INTERVAL_S))
+            if self._num_sharing > 1 and not self.pool.listeners:
+                continue
+            try:
+                await self._probe(url)
+            except Exception:  # one invalid response must not end the probing
+                logger.exception("Probing the vLLM server at %s failed. It will be repeated.", url)
+
+    async def _probe(self, url: str) -> None:
+        member = self.pool.members[url]
+        if not await self._is_healthy(url):
+            return
+        if member.state is State.DOWN:
+            if not await self._end_ghosts(url):
+                return
+            await self._ask_for_slots(url)
+            self.pool.logs.find(self.pool.members)
+            member.state = State.RETURNED
+            self._once(url, self._bring_back)  # probing continues meanwhile
+        elif member.state is State.UP:
+            if member.asks_for_slots:
+                self._once(url, self._ask_for_slots)
+            if self.pool.listeners:
+                self.pool.note_load(url, await server_load(member.server, self._deadlines.health_s))
+
+    async def _is_healthy(self, url: str) -> bool:
+        """
+        Checks a server, which is lost unless it is healthy. A timeout is no judgment if our own loop was late, or if
+        the server has sent tokens in the second half of it: it was not frozen when the check began.
+        """
+        member, start, limit = self.pool.members[url], time.perf_counter(), self._deadlines.health_s
+        try:
+            await member.server.get_text("/health", limit)
+        except FAILURES as error:
+            decodes = time.perf_counter() - member.last_progress < limit / 2
+            has_doubt = decodes or self.lag.was_late_since(start)
+            if not ((isinstance(error, TimeoutError) and has_doubt) or is_our_own(error)):
+                self.pool.lose(url, describe(error, f"`/health` after {limit:g} s"))
+            return False
+        return True
+
     async def check(self, url: str) -> bool:
         """
         Checks a server at once, because a request failed on it: whether it is healthy, and not a new process with
         other weights behind the same address. Returns whether it is up.
         """
-        if url in self._watches:
-            await self._watches[url].check()
-        return url in self.pool.members and self.pool.members[url].state is State.UP
-
-
-class Watch:
-    """The watch of one server."""
-
-    def __init__(self, monitor: Monitor, url: str) -> None:
-        self._monitor, self._pool, self._deadlines = monitor, monitor.pool, monitor.deadlines
-        self._url = url
-        self._member = monitor.pool.members[url]
-        self._begins = asyncio.create_task(self._begin())
-        self._probes = asyncio.create_task(self._keep_probing())
-        self._returns: asyncio.Task[None] | None = None
-        self._asks: asyncio.Task[None] | None = None  # for the slots, again
-        self._checks: asyncio.Task[None] | None = None  # that others wait for
-
-    def cancel(self) -> None:
-        for task in (self._begins, self._probes, self._returns, self._asks, self._checks):
-            if task is not None:
-                task.cancel()
-
-    async def _begin(self) -> None:
-        await self._ask_for_slots()
-        if self._member.state is State.RETURNED:  # a new server
-            await self._bring_back()
-
-    async def _keep_probing(self) -> None:
-        while True:
-            await asyncio.sleep(min(PROBE_INTERVAL_S * self._monitor.num_sharing, MAX_PROBE_INTERVAL_S))
-            if self._monitor.num_sharing > 1 and not self._pool.listeners:
-                continue
-            try:
-                await self._probe()
-            except Exception:  # one invalid response must not end the probing
-                logger.exception("Probing the vLLM server at %s failed. It will be repeated.", self._url)
-
-    async def _probe(self) -> None:
-        member = self._member
-        if not await self._is_healthy():
-            return
-        if member.state is State.DOWN:
-            if not await self._end_ghosts():
-                return
-            await self._ask_for_slots()
-            self._pool.logs.find(self._pool.members)
-            member.state = State.RETURNED
-            self._returns = asyncio.create_task(self._bring_back())  # probing continues meanwhile
-        elif member.state is State.UP:
-            if member.asks_for_slots and (self._asks is None or self._asks.done()):
-                self._asks = asyncio.create_task(self._ask_for_slots())
-            if self._pool.listeners:
-                load = await server_load(member.server, self._deadlines.health_s)
-                self._pool.note_load(self._url, load)
-
-    async def _is_healthy(self) -> bool:
-        """
-        Checks a server, which is lost unless it is healthy. A timeout is no judgment if our own loop was late, or if
-        the server has sent tokens in the second half of it: it was not frozen when the check began.
-        """
-        start, limit = time.perf_counter(), self._deadlines.health_s
-        try:
-            await self._member.server.get_text("/health", limit)
-        except FAILURES as error:
-            decodes = time.perf_counter() - self._member.last_progress < limit / 2
-            has_doubt = decodes or self._monitor.lag.was_late_since(start)
-            if not ((isinstance(error, TimeoutError) and has_doubt) or is_our_own(error)):
-                self._pool.lose(self._url, describe(error, f"`/health` after {limit:g} s"))
+        if url not in self.pool.members:
             return False
-        return True
-
-    async def check(self) -> None:
-        """See [`Monitor`]. Callers at the same time wait for the same check."""
-        if self._checks is None or self._checks.done():
-            self._checks = asyncio.create_task(self._check())
-        check = self._checks
+        check = self._once(url, self._check)
         await asyncio.wait({check})
         if not check.cancelled() and check.exception() is not None:
-            logger.error("Checking the vLLM server at %s failed.", self._url, exc_info=check.exception())
+            logger.error("Checking the vLLM server at %s failed.", url, exc_info=check.exception())
+        return url in self.pool.members and self.pool.members[url].state is State.UP
 
-    async def _check(self) -> None:
-        member = self._member
-        if not await self._is_healthy() or member.version == 0 or self._pool.updating.locked():
+    async def _check(self, url: str) -> None:
+        member, updating = self.pool.members[url], self.pool.updating
+        if not await self._is_healthy(url) or member.version == 0 or updating.locked():
             return
         try:
             found, own = await member.server.weight_version(), f"v{member.version}"
         except FAILURES as error:
-            self._pool.lose(self._url, describe(error, "`/weight_info`"))
+            self.pool.lose(url, describe(error, "`/weight_info`"))
             return
-        if found not in (None, own) and not self._pool.updating.locked():
-            self._pool.lose(self._url, f"it has the weights {found!r} instead of {own!r}, so it was restarted")
+        if found not in (None, own) and not updating.locked():
+            self.pool.lose(url, f"it has the weights {found!r} instead of {own!r}, so it was restarted")
 
-    async def _end_ghosts(self) -> bool:
-        """Aborts the requests that the server may still decode since it seemed to be lost. Returns success."""
+    async def _end_ghosts(self, url: str) -> bool:
+        """Aborts the requests that a server may still decode since it seemed to be lost. Returns success."""
+        member = self.pool.members[url]
         try:
-            await self._member.server.abort(self._member.ghosts)
+            await member.server.abort(member.ghosts)
         except FAILURES as error:
-            self._pool.lose(self._url, describe(error, "`/abort_requests`"))
+            self.pool.lose(url, describe(error, "`/abort_requests`"))
             return False
-        self._member.ghosts = []
+        member.ghosts = []
         return True
 
-    async def _ask_for_slots(self) -> None:
+    async def _ask_for_slots(self, url: str) -> None:
         """Queries the number of slots, which may change with a restart, and how the server samples."""
-        server = self._member.server
+        member = self.pool.members[url]
         try:
-            info = await server.get("/server_info?config_format=json", self._deadlines.info_s)
+            info = await member.server.get("/server_info?config_format=json", self._deadlines.info_s)
         except FAILURES:  # errors are handled when the server is used
-            self._pool.guess_slots(self._url)
+            self.pool.guess_slots(url)
             return
         config = (info or {}).get("vllm_config") or {}
         if config:
             with suppress(*FAILURES):  # before the slots, with which candidates may start
-                self._member.sampling = await sampling_of(server, config)
+                member.sampling = await sampling_of(member.server, config)
         slots = max_num_seqs(config)
-        self._pool.note_slots(self._url, None if slots is None else -(-slots // self._monitor.num_sharing))
+        self.pool.note_slots(url, None if slots is None else -(-slots // self._num_sharing))
 
-    async def _bring_back(self) -> None:
+    async def _bring_back(self, url: str) -> None:
         """Refreshes the weights of a reconnected server and starts using it, or lets it wait for a weight sync."""
-        pool, member = self._pool, self._member
-        async with pool.updating:
+        async with self.pool.updating:
+            member = self.pool.members[url]
             if member.state is not State.RETURNED:  # a weight sync has handled it
                 return
             try:
-                fresh = await self._monitor.refresh(member, pool.version)
+                fresh = await self._refresh(member, self.pool.version)
             except Exception as error:
-                pool.lose(self._url, describe(error, "the weights"))
+                self.pool.lose(url, describe(error, "the weights"))
                 return
             if member.state is not State.RETURNED:  # it was lost meanwhile
                 return
             suffix = "" if fresh else " and waits for a weight sync"
-            logger.warning("The vLLM server at %s has reconnected%s.", self._url, suffix)
+            logger.warning("The vLLM server at %s has reconnected%s.", url, suffix)
             member.waits = not fresh
             if fresh:
-                pool.join(self._url)
+                self.pool.join(url)

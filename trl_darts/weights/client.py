@@ -1,14 +1,14 @@
 """TRL's blocking client of one server, for a user's `rollout_func` and for images."""
 
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
 
 from ..engines.pool import describe
-from ..engines.vllm_api import ServerBrokenError, ServerRefusedError
+from ..engines.vllm_api import ServerBrokenError
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import GenerationError
 from ..trl_compat import VLLMClient
@@ -18,21 +18,6 @@ IMAGES = "/v1/chat/completions/render"
 IMAGE_TIMEOUT_S = 120.0  # for the images of one prompt, queued behind those of up to 64 others
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What TRL reads of a `requests.Response`."""
-
-    content: Any  # JSON, `None` if the server does not have the path
-    text: str = ""
-
-    @property
-    def status_code(self) -> int:
-        return 404 if self.content is None else 200
-
-    def json(self) -> Any:
-        return self.content
-
-
 class EngineSession:
     """What TRL's client uses of a `requests.Session`, on an engine's connections, with its keys and its errors."""
 
@@ -40,18 +25,20 @@ class EngineSession:
         self._engine = engine
         self._server = engine.members[url].server
 
-    def get(self, url: str, params: Mapping[str, Any] | None = None) -> _Answer:
-        return self._answer(self._server.get(self._path(url) + (f"?{urlencode(params)}" if params else "")))
+    def get(self, url: str, params: Mapping[str, Any] | None = None) -> Any:
+        return self._response(self._server.get(self._path(url) + (f"?{urlencode(params)}" if params else "")))
 
-    def post(self, url: str, json: Mapping[str, Any] | None = None) -> _Answer:
+    def post(self, url: str, json: Mapping[str, Any] | None = None) -> Any:
         path = self._path(url)
-        return self._answer(self._server.post(path, json, IMAGE_TIMEOUT_S if path == IMAGES else None))
+        return self._response(self._server.post(path, json, IMAGE_TIMEOUT_S if path == IMAGES else None))
 
     def _path(self, url: str) -> str:
         return url.removeprefix(self._server.base_url)
 
-    def _answer(self, request: Coroutine[Any, Any, Any]) -> _Answer:
-        return _Answer(self._engine.call(request))
+    def _response(self, request: Coroutine[Any, Any, Any]) -> Any:
+        """Returns what TRL reads of a response. The server's JSON is `None` if it does not have the path."""
+        content = self._engine.call(request)
+        return SimpleNamespace(status_code=404 if content is None else 200, text="", json=lambda: content)
 
 
 class BlockingVLLMClient(VLLMClient):
@@ -63,28 +50,21 @@ class BlockingVLLMClient(VLLMClient):
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
         """
-        Replaces the session, and checks the server. TRL's constructor calls this before any other request. TRL's own
-        check takes another session, and waits for ever if the server answers 503.
+        Replaces the session. TRL's constructor calls this before any other request. TRL's own check takes another
+        session, and waits for ever if the server answers 503.
         """
         self.session = EngineSession(self._engine, self.base_url)
-        self.session.get(f"{self.base_url}/health")
-
-    def image_features(self, images: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As TRL, but an error names the server that rejected an image."""
-        try:
-            return super().image_features(images, *args, **kwargs)
-        except (ServerBrokenError, aiohttp.ClientError, TimeoutError):
-            raise
-        except Exception as error:  # TRL raises plain exceptions
-            raise GenerationError(f"The vLLM server at {self.base_url} rejected an image: {error}") from error
 
 
 def image_features(engine: VLLMServerEngine, urls: Sequence[str], images: list[Any]) -> list[dict[str, Any] | None]:
-    """Returns the image features from the first server that answers. They do not depend on the weights."""
+    """
+    Returns the image features from the first server that answers. They do not depend on the weights. A server that
+    rejects an image raises [`GenerationError`].
+    """
     messages = []
     for url in urls:
         try:
             return BlockingVLLMClient(engine, url).image_features(images)
-        except (ServerRefusedError, aiohttp.ClientError, TimeoutError) as error:  # the next server may answer
+        except (ServerBrokenError, aiohttp.ClientError, TimeoutError) as error:  # the next server may answer
             messages.append(f"{url}: {describe(error, f'images within {IMAGE_TIMEOUT_S:g} s')}")
     raise GenerationError(f"No vLLM server processed the images. {'; '.join(messages)}")
