@@ -18,7 +18,7 @@ from transformers import Qwen2Config
 from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from tests.engines.test_preflight import needs, routes
 from trl_darts.engines import VLLMServerEngine, connection, discovery, monitor, server_list
-from trl_darts.engines.connection import ServerSettings, check_joining, connect
+from trl_darts.engines.connection import ServerSettings, connect
 from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import State
@@ -222,14 +222,11 @@ def test_a_run_without_servers(tmp_path, listed):
         ({"dtype": "torch.bfloat16"}, r"has `dtype` \(None\), and the others 'torch.bfloat16'"),
     ],
 )
-def test_a_found_server_must_be_like_the_others(tmp_path, changed, words):
-    facts = ServerFacts(**{"model": "served", "max_model_len": 1024} | changed)
-    with fake_server(routes(HEALTHY)) as url:
-        engine = VLLMServerEngine([url])
-        with pytest.raises(ConfigurationError, match=rf"{url} {words}"):
-            engine.query(lambda server: check_joining(settings(tmp_path), facts, server))
-        engine.query(lambda server: check_joining(settings(tmp_path), ServerFacts("served", 512), server))
-        engine.close()
+def test_a_server_must_be_like_the_others(changed, words):
+    facts = {"model": "served", "max_model_len": 1024}
+    with pytest.raises(ConfigurationError, match=rf"http://a {words}"):
+        ServerFacts(**facts).check_like("http://a", ServerFacts(**facts | changed))
+    ServerFacts(**facts, dtype="torch.float16").check_like("http://a", ServerFacts("served", 512))
 
 
 def test_a_server_that_is_added_by_hand_joins_as_a_listed_one():

@@ -95,8 +95,7 @@ def test_tokens_come_without_the_prompt(vllm_server):
 
     async def ask(server):
         request = CompletionRequest.of("bare", ServerPrompt([60, 61]), [], biased)
-        both = CompletionRequest(request.path, {**request.body, "return_token_ids": True}, "")
-        (choice,) = (await server.post(both.path, both.body))["choices"]
+        (choice,) = (await server.post(request.path, {**request.body, "return_token_ids": True}))["choices"]
         assert "return_token_ids" not in request.body
         assert choice["prompt_token_ids"] == [60, 61]
         (bare,) = (await server.post(request.path, request.body))["choices"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class ServerUnreachableError(TRLDARTSError, ConnectionError):
     """Raised when no vLLM server answers at an address."""
 
 
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 IMAGE_ENDPOINTS = ("/v1/chat/completions/render", "/inference/v1/generate")
 # Sampling options that vLLM rejects per request with speculative decoding.
 NOT_WITH_DRAFTS = ("min_p", "logit_bias", "trace_decode_token_ids")
@@ -158,8 +160,8 @@ class Preflight:
     async def problems(self) -> AsyncIterator[str]:
         """Yields what keeps the server from serving the run, each with its remedy, the quickest to find first."""
         for check in (
-            *(self._settings, self._features, self._vocabulary, self._image_endpoints),
-            *(self._seed, self._counts, self._architecture, self._sampling),
+            *(self._settings, self._features, self._model, self._image_endpoints),
+            *(self._seed, self._counts, self._sampling),
         ):
             async for problem in check():
                 yield problem
@@ -208,20 +210,6 @@ class Preflight:
                 f"({self.needs.sampling[refused[0]]!r}). Leave it out, or restart the server without `--speculative`."
             )
 
-    async def _vocabulary(self) -> AsyncIterator[str]:
-        if self.needs.model_config is None:
-            return
-        expected = self.needs.model_config.get_text_config().vocab_size
-        try:
-            found = await vocabulary_size(self.server, self.facts.model)
-        except ServerRefusedError:
-            found = None
-        if found is not None and found != expected:
-            yield (
-                f"{self.name} serves {self.facts.model!r} with a vocabulary of {found} tokens, but "
-                f"the trainer's model has {expected}. Serve the model that you train."
-            )
-
     async def _image_endpoints(self) -> AsyncIterator[str]:
         paths = (
             (await self.server.get("/openapi.json") or {}).get("paths", {}) if self.needs.images else IMAGE_ENDPOINTS
@@ -257,29 +245,35 @@ class Preflight:
             await self.server.num_outputs()
         except ServerRefusedError:
             yield (
-                f"{self.name} has no trl_darts, which `rollout_ahead` ('continuous') "
-                "needs to know which weights sampled which token. Run `pip install trl-darts` in the server's "
-                "environment, and restart it."
+                f"{self.name} has no trl_darts, which `rollout_ahead` ('continuous') needs to know which weights "
+                "sampled which token. Run `pip install trl-darts` in the server's environment, and restart it."
             )
 
-    async def _architecture(self) -> AsyncIterator[str]:
-        """Compares the models' shapes if the served one is a local directory. Otherwise, the first sync fails."""
-        names = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
+    async def _model(self) -> AsyncIterator[str]:
+        """
+        Compares the sizes of the vocabularies, and the models' shapes if the served one is a local directory.
+        Otherwise, the first weight sync fails.
+        """
         if self.needs.model_config is None:
             return
-        served_model = self.config["model_config"]["model"]
-        path = Path(served_model) / "config.json"
-        if not path.is_file():
-            return
-        served = json.loads(path.read_text())  # not with transformers, because the directory may contain code
-        served = served.get("text_config", served)
-        trained = self.needs.model_config.get_text_config()
-        different = [n for n in names if n in served and served[n] != getattr(trained, n, None)]
-        if different:
-            differences = ", ".join(f"`{n}` {served[n]} instead of {getattr(trained, n, None)}" for n in different)
+        trained, served = self.needs.model_config.get_text_config(), self.config["model_config"]["model"]
+        found = None
+        with suppress(ServerRefusedError):
+            found = await vocabulary_size(self.server, self.facts.model)
+        if found not in (None, trained.vocab_size):
             yield (
-                f"{self.name} serves another model ({served_model!r}) than the one "
-                f"trained: {differences}. Serve the model that you train."
+                f"{self.name} serves {self.facts.model!r} with a vocabulary of {found} tokens, but the trainer's "
+                f"model has {trained.vocab_size}. Serve the model that you train."
+            )
+        path = Path(served) / "config.json"
+        shape = json.loads(path.read_text()) if path.is_file() else {}  # not transformers: it may have code
+        shape = shape.get("text_config", shape)
+        different = [n for n in SHAPE if n in shape and shape[n] != getattr(trained, n, None)]
+        if different:
+            differences = ", ".join(f"`{n}` {shape[n]} instead of {getattr(trained, n, None)}" for n in different)
+            yield (
+                f"{self.name} serves another model ({served!r}) than the one trained: {differences}. Serve the model "
+                "that you train."
             )
 
     async def _sampling(self) -> AsyncIterator[str]:

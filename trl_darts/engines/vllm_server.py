@@ -60,8 +60,7 @@ class VLLMServerEngine:
         self._urls = list(base_urls)  # at the start
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
-        self._tail = tail_urls, takes_turns
-        self._sharing = refresh, num_sharing
+        self._options = (tail_urls, takes_turns), (refresh, num_sharing)  # of the pool and of its monitor
         self._monitor: Monitor | None = None  # created in the loop
         self._turn = asyncio.Lock()  # one rollout at a time, including its cleanup
         self._loop = asyncio.new_event_loop()
@@ -159,19 +158,15 @@ class VLLMServerEngine:
 
     def lose(self, url: str, reason: str) -> None:
         """Stops using a server until it answers again, for example after a failed weight update."""
-        self._in_loop(lambda pool: pool.lose(url, reason))
+        self._in_loop(lambda monitor: monitor.pool.lose(url, reason))
 
     def join(self, url: str) -> None:
         """Starts using a reconnected server that has the current weights."""
-        self._in_loop(lambda pool: pool.join(url))
+        self._in_loop(lambda monitor: monitor.pool.join(url))
 
     def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
         """Copies the state from the main process: the version, the servers, and which of them have its weights."""
-
-        async def follow() -> None:
-            (await self.monitor()).follow(version, has_weights)
-
-        self.call(follow())
+        self._in_loop(lambda monitor: monitor.follow(version, has_weights))
 
     def discover(self, discovery: Discovery) -> None:
         """Has servers added and removed by a list, until the engine is closed."""
@@ -186,7 +181,7 @@ class VLLMServerEngine:
 
     def drain(self, url: str, draining: bool = True) -> None:
         """Stops or resumes sending candidates to a server. Running candidates continue."""
-        self._in_loop(lambda pool: pool.drain(url, draining))
+        self._in_loop(lambda monitor: monitor.pool.drain(url, draining))
 
     def add(self, url: str, check: Check) -> None:
         """
@@ -218,9 +213,9 @@ class VLLMServerEngine:
 
         self.call(leave())
 
-    def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
+    def _in_loop(self, act: Callable[[Monitor], None]) -> None:
         async def run() -> None:
-            act(await self.pool())
+            act(await self.monitor())
 
         self.call(run())
 
@@ -248,8 +243,9 @@ class VLLMServerEngine:
             session = new_session(self._api_key)
             self._sessions.append(session)
             connect = partial(VLLMServer, session=session, connect_timeout_s=self.deadlines.connect_s)
-            pool = ServerPool({url: connect(url) for url in self._urls}, max_open_files(), *self._tail)
-            self._monitor = Monitor(pool, connect, self.deadlines, *self._sharing)
+            of_pool, of_monitor = self._options
+            pool = ServerPool({url: connect(url) for url in self._urls}, max_open_files(), *of_pool)
+            self._monitor = Monitor(pool, connect, self.deadlines, *of_monitor)
         return self._monitor
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
