@@ -39,8 +39,8 @@ from benchmarks.models import make_markov_model, make_random_model, make_tokeniz
 from benchmarks.pacing import CURVES, SCALE, paced_server, scaled
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.engines.deadlines import Deadlines
-from trl_darts.engines.seeds import RolloutSeed
+from trl_darts.engines.sampling import RolloutSeed
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import (
     Candidate,
     EngineLoad,

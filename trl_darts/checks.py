@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from .config import DARTSGRPOConfig
 from .data_checks import MAX_CHECKED_PROMPTS, FirstBatch, has_images, prompts_of, unsaved_column
-from .engines.seeds import user_seed
+from .engines.sampling import user_seed
 from .errors import ConfigurationError
 from .policy.siblings import SiblingCheck
 from .scheduling import RolloutResult

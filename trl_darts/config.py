@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from transformers import GenerationConfig
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
-from .engines.sampling import not_carried
-from .engines.seeds import user_seed
+from .engines.sampling import not_carried, user_seed
 from .engines.server_fields import ServerFields
 from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve

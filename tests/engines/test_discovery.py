@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -16,14 +17,16 @@ from transformers import Qwen2Config
 
 from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from tests.engines.test_preflight import needs, routes
-from trl_darts.engines import VLLMServerEngine, connection, discovery, pool, server_list
-from trl_darts.engines.connection import ServerSettings, check_joining, connect
-from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines import VLLMServerEngine, connection, discovery, monitor, server_list
+from trl_darts.engines.connection import ServerSettings, connect
 from trl_darts.engines.discovery import Discovery
+from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import State
 from trl_darts.engines.preflight import ServerFacts, ServerUnreachableError
 from trl_darts.engines.server_list import LOCK_SUFFIX, FileSource, ServerList, ServerListError, check_source
 from trl_darts.engines.vllm_api import ServerPrompt
+from trl_darts.engines.vllm_generation import SyncedGeneration
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.weights.files import WeightDirectory
@@ -37,7 +40,7 @@ CONFIG = Qwen2Config(vocab_size=128)
 def _quick(monkeypatch):
     monkeypatch.setattr(discovery, "POLL_S", 0.02)
     monkeypatch.setattr(discovery, "RETRY_S", 0.05)
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr(connection, "LIST_POLL_S", 0.02)
     monkeypatch.setattr(connection, "JOIN_TIMEOUT_S", 0.5)
 
@@ -109,7 +112,7 @@ def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
 
     with fake_server(first.routes) as old, fake_server(second.routes) as new:
         engine = VLLMServerEngine([old], refresh=refresh)
-        engine.follow(3, [old])
+        engine.follow(3, {old: True})
         write(path, old)
         engine.discover(Discovery(FileSource(str(path)), fits, [old]))
         rollout = start(engine)
@@ -219,13 +222,30 @@ def test_a_run_without_servers(tmp_path, listed):
         ({"dtype": "torch.bfloat16"}, r"has `dtype` \(None\), and the others 'torch.bfloat16'"),
     ],
 )
-def test_a_found_server_must_be_like_the_others(tmp_path, changed, words):
-    facts = ServerFacts(**{"model": "served", "max_model_len": 1024} | changed)
-    with fake_server(routes(HEALTHY)) as url:
-        engine = VLLMServerEngine([url])
-        with pytest.raises(ConfigurationError, match=rf"{url} {words}"):
-            engine.query(lambda server: check_joining(settings(tmp_path), facts, server))
-        engine.query(lambda server: check_joining(settings(tmp_path), ServerFacts("served", 512), server))
+def test_a_server_must_be_like_the_others(changed, words):
+    facts = {"model": "served", "max_model_len": 1024}
+    with pytest.raises(ConfigurationError, match=rf"http://a {words}"):
+        ServerFacts(**facts).check_like("http://a", ServerFacts(**facts | changed))
+    ServerFacts(**facts, dtype="torch.float16").check_like("http://a", ServerFacts("served", 512))
+
+
+def test_a_server_that_is_added_by_hand_joins_as_a_listed_one():
+    generation = object.__new__(SyncedGeneration)
+    generation.main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
+    with (
+        fake_server(routes(HEALTHY)) as url,
+        fake_server(routes(HEALTHY)) as other,
+        fake_server(routes(HEALTHY, 512)) as short,
+    ):
+        engine = generation.engine = VLLMServerEngine([url])
+        generation.facts = ServerFacts("served", 1024)
+        generation.settings = ServerSettings([url], None, Deadlines(), None, needs(CONFIG))
+        with pytest.raises(ConfigurationError, match=rf"{short} has `max_model_len` \(512\), and the others 1024"):
+            generation.add_server(short)
+        generation.add_server(f" {other}/")
+        wait_for(lambda: engine.states() == {url: State.UP, other: State.UP})
+        generation.remove_server(f"{url}/")
+        assert engine.states() == {other: State.UP}
         engine.close()
 
 

@@ -20,12 +20,11 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, loop_lag, pool, server_log, vllm_api, vllm_rollout
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, server_log, vllm_api, vllm_rollout, waiting
 from trl_darts.engines.continuous_run import ContinuousRun
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.discovery import Discovery
-from trl_darts.engines.loop_lag import LATE_S
 from trl_darts.engines.pool import State
+from trl_darts.engines.waiting import LATE_S, Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
@@ -37,7 +36,7 @@ LATE = LATE_S + 0.5  # seconds for which the loop is blocked
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.02)
     monkeypatch.setattr(vllm_rollout, "RETRY_S", 0.001)
     monkeypatch.setattr(vllm_rollout, "BUSY_S", 0.02)
     monkeypatch.setattr(vllm_rollout, "CLOCK_S", 0.02)
@@ -174,7 +173,7 @@ def test_headers_that_come_with_the_first_token_do_not_hold_up_the_others(monkey
 
 def test_a_connection_that_a_late_loop_timed_out_is_no_loss(monkeypatch):
     """The loop is blocked for longer than a connection may take, in the n-th turn after the requests were opened."""
-    monkeypatch.setattr(loop_lag, "LATE_S", 0.2)
+    monkeypatch.setattr(waiting, "LATE_S", 0.2)
     plain, num_built = vllm_api.VLLMServer.open, []
     for turns in range(8):
         server, built = Stub(), []
@@ -266,7 +265,7 @@ def test_a_missed_probe_of_a_server_that_sends_tokens_is_repeated():
 
 def test_servers_that_are_not_reached_are_no_attempts(monkeypatch):
     """More of them than a candidate has attempts, without probes. The wait for a server decides."""
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 60.0)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 60.0)
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 45)]
     with engine_on(*urls, return_s=1.0) as engine, pytest.raises(GenerationError) as failure:
         rollout(engine)
@@ -500,7 +499,7 @@ def test_a_request_that_fails_on_a_process_with_other_weights_loses_it():
         engine = VLLMServerEngine([url], refresh=refresh)
         (member,) = engine.members.values()
         member.version = 3
-        engine._pool.version = 3
+        engine.call(engine.pool()).version = 3
         result = rollout(engine)
         check_rows(result, 2)
         assert engine.num_losses == 1
@@ -655,7 +654,7 @@ def test_processes_that_share_the_servers_share_their_slots_and_probe_only_durin
         time.sleep(0.5)
         assert len(probes) == before
         engine.lose(url, "for the test")
-        engine.follow(0, [url])  # the main process has found it
+        engine.follow(0, {url: True})  # the main process has found it
         check_rows(rollout(engine), 2)
         engine.close()
 
@@ -677,9 +676,9 @@ def test_what_a_rollout_without_end_knows_does_not_grow():
 def test_what_is_known_of_addresses_that_left_the_list_is_forgotten():
     """On a cluster whose servers come and go, each has another address."""
     discovery = Discovery(SimpleNamespace(), hangs)
-    pool = SimpleNamespace(members={"http://b": None})
+    monitor = SimpleNamespace(pool=SimpleNamespace(members={"http://b": None}))
     for number in range(5):
         discovery._retry_at[f"http://{number}"] = 0.0
         discovery._warned[f"http://{number}"] = "it can't join"
-    asyncio.run(discovery._follow(pool, lambda url: None, ["http://b"]))
+    asyncio.run(discovery._follow(monitor, ["http://b"]))
     assert (discovery._retry_at, discovery._warned) == ({}, {})

@@ -32,8 +32,8 @@ from tests.engines.hostile_server import (
     right_answer,
 )
 from tests.policies import make_policies
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
-from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout, vllm_server
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, ScheduleSettings
 
@@ -56,7 +56,7 @@ WORD_OF_STATE = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", 0.004)
     monkeypatch.setattr(vllm_rollout, "RETRY_S", 0.001)
     monkeypatch.setattr(vllm_rollout, "BUSY_S", 0.01)

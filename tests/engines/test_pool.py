@@ -6,16 +6,19 @@ import asyncio
 import socket
 import time
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server, waiting
-from trl_darts.engines.deadlines import Deadlines
-from trl_darts.engines.pool import ServerPool, State, has_loaded_weights
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, server_log, vllm_server, waiting
+from trl_darts.engines.monitor import Monitor, has_loaded_weights
+from trl_darts.engines.pool import ServerPool, State
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.engines.vllm_rollout import END_S
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError, GenerationTimeoutError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
@@ -27,7 +30,7 @@ LIMIT = 100
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", PROBE_S)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", PROBE_S)
     monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", PROBE_S)
 
 
@@ -85,20 +88,17 @@ async def waits(member, version):
 
 
 def with_pool(switch, play, refresh=waits, **deadlines):
-    """Runs `play(pool, member, log)` on a pool of one server."""
+    """Runs `play(pool, member, log)` on a monitored pool of one server."""
 
     async def main(url):
-        session = new_session()
-        servers = ServerPool({url: VLLMServer(url, session)}, Deadlines(**deadlines), LIMIT, refresh=refresh)
-        servers.watch()
-        try:
-            await servers.ready()
+        async with new_session() as session:
+            connect = partial(VLLMServer, session=session)
+            servers = ServerPool({url: connect(url)}, LIMIT)
+            watching = Monitor(servers, connect, Deadlines(**deadlines), refresh)
+            watching.start()
+            await watching.ready()
             servers.listeners = [log := Log()]
             await play(servers, servers.members[url], log)
-        finally:
-            for task in servers._watchers.values():
-                task.cancel()
-            await session.close()
 
     with switch.serve() as url:
         asyncio.run(main(url))
@@ -135,8 +135,6 @@ def test_life_of_a_server():
 
     async def play(servers, member, log):
         (url,) = servers.members
-        servers.watch()
-        assert len(servers._watchers) == 1  # one watcher, however often it is asked for
         servers.join(url)  # it is up
         assert log.heard == []
         switch.status = 503
@@ -171,7 +169,7 @@ def test_loss_is_told_once_and_its_last_reason_is_kept():
 def test_a_loss_has_the_words_of_its_cause(tmp_path, monkeypatch, caplog):
     log = tmp_path / "server.log"
     log.write_text("RuntimeError: no memory left")
-    monkeypatch.setattr(pool, "find_logs", lambda urls: dict.fromkeys(urls, log))
+    monkeypatch.setattr(server_log, "find_logs", lambda urls: dict.fromkeys(urls, log))
     switch = Switch(500, b'{"error": {"message": "It broke. See stack trace (above) for the root cause."}}')
 
     async def play(servers, member, log):
@@ -273,19 +271,24 @@ def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_i
 
 
 def test_open_files_are_shared_among_the_servers_that_there_are():
-    async def play(servers, member, log):
-        url = next(iter(servers.members))
-        assert member.capacity == LIMIT
-        servers.add("http://other", member.server)
-        assert [m.capacity for m in servers.members.values()] == [LIMIT // 2, 0]  # nothing before it has been asked
-        servers.watch()
-        await until(lambda: servers.members["http://other"].state is State.UP)
-        assert [m.capacity for m in servers.members.values()] == [LIMIT // 2] * 2
-        servers.remove("http://other")
-        assert member.capacity == LIMIT
-        assert list(servers.members) == [url]
+    session: Any = None  # nothing is sent
+    servers = ServerPool({"http://one": VLLMServer("http://one", session)}, LIMIT)
+    servers.note_slots("http://one", None)
+    assert servers.members["http://one"].capacity == LIMIT
+    servers.add(VLLMServer("http://other", session))
+    assert [m.capacity for m in servers.members.values()] == [LIMIT // 2, 0]  # nothing before it has been asked
+    servers.note_slots("http://other", None)
+    assert [m.capacity for m in servers.members.values()] == [LIMIT // 2] * 2
+    servers.remove("http://other")
+    assert {url: m.capacity for url, m in servers.members.items()} == {"http://one": LIMIT}
 
-    with_pool(Switch(), play, has_loaded_weights)
+
+def test_another_process_follows_the_main_one():
+    first, second, third = Switch(), Switch(), Switch()
+    with first.serve() as url, second.serve() as other, third.serve() as new, engine_on(url, other) as engine:
+        engine.follow(2, {other: False, new: True})
+        assert engine.states() == {other: State.DOWN, new: State.UP}
+        assert engine.state == (2, {other: False, new: True})
 
 
 def test_drained_server_gets_nothing_new():

@@ -13,9 +13,9 @@ from tests.builders import make_args
 from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from trl_darts.engines import VLLMServerEngine, preflight, waiting
 from trl_darts.engines.connection import ServerSettings, connect, server_settings
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
 from trl_darts.engines.sampling import request_body
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError
 
 
@@ -326,7 +326,7 @@ def test_a_tail_server_holds_what_the_main_servers_hold():
     with fake_server(routes(HEALTHY, 900)) as main, fake_server(routes(HEALTHY, 1000)) as tail:
         facts = connected(main, tail)
         assert (facts.max_model_len, facts.max_num_seqs) == (900, 256)  # the tail has no slots for a batch
-        with pytest.raises(ConfigurationError, match=rf"{main} of `vllm_tail_server_url` has `max_model_len` \(900\)"):
+        with pytest.raises(ConfigurationError, match=rf"{main} has `max_model_len` \(900\), and the others 1000"):
             connected(tail, main)
     other = routes(HEALTHY, vocabulary=64)
     with fake_server(routes(HEALTHY)) as main, fake_server(other) as tail, pytest.raises(ConfigurationError) as error:

@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout
-from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout
 from trl_darts.engines.pool import State
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
@@ -32,7 +32,7 @@ METRICS = (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.02)
     monkeypatch.setattr(vllm_rollout, "CLOCK_S", 0.02)
 
 

@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import VLLMServerEngine, pool
+from trl_darts.engines import VLLMServerEngine, monitor
 from trl_darts.engines.batch import PromptBatch
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.engine import RolloutPlan
 from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import Member
 from trl_darts.engines.preflight import ServerFacts
 from trl_darts.engines.servers import ServerEngine
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError, WeightsLostError
 from trl_darts.scheduling import Scheduler, ScheduleSettings, UniformAdmission
 
@@ -103,7 +103,7 @@ def test_a_server_can_leave_while_a_rollout_is_under_way():
 
 def test_a_server_comes_back_while_nobody_waits_for_the_rollout(monkeypatch):
     """During a long optimizer step, the engine's thread updates the server's weights."""
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.02)
     server = Breaks(num_cut=M)
     with fake_server(routes(server.completions)) as url:
         servers = VLLMServerEngine([url], Deadlines(return_s=0.5))
@@ -116,7 +116,7 @@ def test_a_server_comes_back_while_nobody_waits_for_the_rollout(monkeypatch):
 
 @pytest.mark.parametrize("drains", [False, True])
 def test_a_launched_rollout_ends_whose_weights_no_server_has_any_more(monkeypatch, drains):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.02)
 
     async def can_not_be_sent(member: Member, version: int) -> bool:
         return False
@@ -138,7 +138,7 @@ def test_a_launched_rollout_ends_whose_weights_no_server_has_any_more(monkeypatc
 
 @pytest.mark.parametrize("carries_tokens", [True, False])
 def test_tokens_go_along_only_where_the_sampling_options_let_them(monkeypatch, carries_tokens):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.02)
     server = Breaks(num_cut=M)
     with fake_server(routes(server.completions)) as url:
         servers = VLLMServerEngine([url])

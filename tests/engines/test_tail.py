@@ -16,9 +16,9 @@ from aiohttp import web
 
 from tests.engines.fake_server import fake_server
 from tests.policies import make_policies
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
-from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout, vllm_server
 from trl_darts.engines.pool import State
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers
 
 
@@ -28,7 +28,7 @@ LENGTHS = [[4, 60], [6, 90], [5, 5]]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", 0.004)
     monkeypatch.setattr(vllm_rollout, "ABORT_RESEND_S", 0.01)
 

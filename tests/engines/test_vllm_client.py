@@ -11,8 +11,8 @@ from aiohttp import web
 from tests.engines.fake_server import answer, completion, fake_server
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 

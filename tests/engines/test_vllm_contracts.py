@@ -56,9 +56,9 @@ def test_what_a_seed_may_be():
 
     for seed in (0, 2**62 - 1):
         asked = CompletionRequest(model="m", prompt=[1], seed=seed)
-        assert asked.to_sampling_params(1, {}).seed == seed, hook("CompletionRequest.seed", "engines/seeds.py")
+        assert asked.to_sampling_params(1, {}).seed == seed, hook("CompletionRequest.seed", "engines/sampling.py")
         torch.Generator().manual_seed(seed)
-    assert vllm.SamplingParams(seed=-1).seed is None, hook("SamplingParams.seed", "engines/seeds.py")
+    assert vllm.SamplingParams(seed=-1).seed is None, hook("SamplingParams.seed", "engines/sampling.py")
 
 
 def test_engine_methods():

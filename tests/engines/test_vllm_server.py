@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
-from trl_darts.engines.seeds import RolloutSeed
+from trl_darts.engines.sampling import RolloutSeed
 from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
@@ -95,8 +95,7 @@ def test_tokens_come_without_the_prompt(vllm_server):
 
     async def ask(server):
         request = CompletionRequest.of("bare", ServerPrompt([60, 61]), [], biased)
-        both = CompletionRequest(request.path, {**request.body, "return_token_ids": True}, "")
-        (choice,) = (await server.post(both.path, both.body))["choices"]
+        (choice,) = (await server.post(request.path, {**request.body, "return_token_ids": True}))["choices"]
         assert "return_token_ids" not in request.body
         assert choice["prompt_token_ids"] == [60, 61]
         (bare,) = (await server.post(request.path, request.body))["choices"]

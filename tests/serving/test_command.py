@@ -10,7 +10,7 @@ import pytest
 from trl import TrlParser
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.engines.keys import key_path
+from trl_darts.engines.addresses import key_path
 from trl_darts.serving.command import (
     MIDDLEWARE,
     ServerCommand,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.vllm_server import VLLMServer
 from trl_darts import __version__
 from trl_darts.cli import app
-from trl_darts.engines.keys import key_of, key_path
+from trl_darts.engines.addresses import key_of, key_path
 from trl_darts.engines.server_list import ServerList
 from trl_darts.serving.options import check_ports
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
+
 import pytest
-import requests
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
@@ -58,9 +60,11 @@ def test_the_client_of_trl(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(netrc))
     keys: list = []
     with fake_server(routes(keys)) as url:
-        client = BlockingVLLMClient(url, "secret")
+        engine = VLLMServerEngine([url], api_key="secret")
+        client = BlockingVLLMClient(engine, url)
         assert client.model == "served"
         assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
+        engine.close()
     assert set(keys) == {"Bearer secret"}
 
 
@@ -72,10 +76,13 @@ def test_the_check_command():
 
 def test_a_server_that_is_broken_is_passed_over_for_the_next_one():
     """TRL's own check waits for ever if a server answers 503."""
-    with fake_server(routes([], status=503)) as url, pytest.raises(GenerationError, match=f"{url}: HTTPError: 503"):
-        image_features([url], None, [])
+    with fake_server(routes([], status=503)) as url:
+        engine = VLLMServerEngine([url])
+        with pytest.raises(GenerationError, match=f"{url} answered 503"):
+            image_features(engine, [url], [])
+        engine.close()
 
 
 def test_that_the_environment_has_a_proxy():
-    with fake_server(routes([])) as url, pytest.raises(requests.exceptions.ProxyError):
-        requests.get(f"{url}/health", timeout=5)
+    with fake_server(routes([])) as url, pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(f"{url}/health", timeout=5)

@@ -30,9 +30,10 @@ def test_trl_client():
     for attribute in ("session", "host", "base_url"):
         assert f"self.{attribute} =" in text, name
     assert text.index("self.session =") < text.index("self.check_server(") < text.index("self._get("), name
-    # Only through its session, which ignores the environment's proxies; `check_server` is replaced.
+    # Only through its session, which is the engine's; `check_server` is replaced.
     others = source(VLLMClient).replace(source(VLLMClient.check_server), "")
     assert not re.search(r"requests\.(get|post|request|put)\(", others), name
+    assert not set(re.findall(r"self\.session\.(\w+)", others)) - {"get", "mount", "post"}, name
     path = "/v1/chat/completions/render"
     assert path in source(VLLMClient.image_features), hook("VLLMClient.image_features", "trl_darts/weights/client.py")
 

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from PIL import Image
 
 from tests.engines.fake_server import answer, fake_server
 from tests.weights.stubs import answer_together
-from trl_darts.engines import waiting
+from trl_darts.engines import VLLMServerEngine, waiting
 from trl_darts.engines.pool import State
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
@@ -310,7 +309,7 @@ def test_one_sync_of_files_is_six_round_trips_and_one_copy(servers, fleet_of, tm
     assert fleet.num_bytes == 2 * 32 + 4 * 8
     fleet.reset_prefix_cache()
     assert [server.num_answers for server in servers] == [6, 6, 6]
-    fleet.admit(servers[0].url, torch.float32)
+    fleet, _ = fleet_of(urls_of(servers), WeightDirectory(tmp_path))  # of different dtypes
     fleet.update_named_params(metadata, iter([("matrix", torch.rand(4, 8)), ("vector", torch.rand(8))]))
     assert fleet.num_bytes == 4 * 40
 
@@ -343,21 +342,22 @@ def test_images_are_processed_by_the_first_server_that_is_up():
         return fake_server({route: partial(reply, body) for route, body in answers.items()})
 
     generation = object.__new__(SyncedGeneration)
-    generation.settings = SimpleNamespace(api_key=None)
     generation._place_features = lambda features, prompt: features
     prompts = [[1], [2]]
     images = [[Image.new("RGB", (2, 2))], None]
     with processor("second") as second:
         with processor("first") as first:
-            generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
+            generation.engine = VLLMServerEngine([first, second])
             assert generation.image_features(images, prompts) == [{"by": "first"}, None]
-            generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
+            generation.engine.lose(first, "for the test")
             assert generation.image_features(images, prompts) == [{"by": "second"}, None]
-            generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
+            generation.engine.close()
+            generation.engine = VLLMServerEngine([first, second])
         # It has stopped, which this process does not know yet.
         assert generation.image_features(images, prompts) == [{"by": "second"}, None]
-    with pytest.raises(GenerationError, match=f"{first}: ConnectionError"):
+    with pytest.raises(GenerationError, match=f"{first}: nothing listens there; {second}: nothing"):
         generation.image_features(images, prompts)
+    generation.engine.close()
 
 
 def test_generation_keeps_the_order(fleet, servers, monkeypatch):

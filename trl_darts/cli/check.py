@@ -44,7 +44,7 @@ def check(
     if timeout <= 0:
         raise ConfigurationError(f"`timeout` ({timeout:g}) must be positive.")
     urls = _find(servers)
-    from ..engines.check import Checked, check_servers, way_back  # loads an HTTP client
+    from ..engines.check import check_servers, way_back  # loads an HTTP client
 
     with way_back(_resolved(weight_sync, weight_sync_dir), weight_sync_dir, group_port) as way:
         checked = check_servers(urls, way, os.environ.get(API_KEY_VARIABLE) or None, timeout)
@@ -52,9 +52,9 @@ def check(
     for one in checked:
         table.add_row(one.url, *(getattr(one, name) or "?" for name in COLUMNS))
     Console(width=None if Console().is_terminal else 160).print(table)
-    problems: list[tuple[Checked, str]] = [(one, problem) for one in checked for problem in one.problems]
-    for one, problem in problems:
-        typer.echo(f"{one.url}: {problem}", err=True)
+    problems = [f"{one.url}: {problem}" for one in checked for problem in one.problems]
+    for problem in problems:
+        typer.echo(problem, err=True)
     if problems:
         raise typer.Exit(1)
 

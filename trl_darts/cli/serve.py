@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from ..analysis.output_files import writing
-from ..engines.addresses import API_KEY_VARIABLE
-from ..engines.keys import published
+from ..engines.addresses import API_KEY_VARIABLE, published
 from ..engines.server_list import ServerList
 from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
 from ..serving.build import VLLMBuild, find_build

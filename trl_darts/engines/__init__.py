@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .deadlines import Deadlines
     from .vllm_api import ServerPrompt
     from .vllm_server import VLLMServerEngine
+    from .waiting import Deadlines
 
 _MODULES = {
-    "Deadlines": "deadlines",
+    "Deadlines": "waiting",
     "ServerPrompt": "vllm_api",
     "VLLMServerEngine": "vllm_server",
 }

@@ -1,4 +1,7 @@
-"""Checks servers from the trainer's machine: whether each can be reached, and can get weights from here."""
+"""
+Checks servers from the trainer's machine: the trainer's own check, and whether each can get weights from here and has
+nothing else to decode.
+"""
 
 import asyncio
 import secrets
@@ -17,7 +20,8 @@ from ..weights.plugin import PROBE
 from ..weights.probe import PREFIX, digest_of
 from .addresses import is_this_machine
 from .pool import FAILURES, describe
-from .vllm_api import VLLMServer, max_num_seqs, new_session, server_load
+from .preflight import Preflight, Requirements, ServerFacts
+from .vllm_api import VLLMServer, new_session, server_load
 
 
 EQUAL = ("model", "dtype", "max_model_len", "vllm", "trl_darts")  # columns that must not differ between servers
@@ -38,6 +42,10 @@ class Checked:
     trl_darts: str = ""
     weights: str = ""  # how they get there
     problems: list[str] = field(default_factory=list)
+
+    def note(self, facts: ServerFacts) -> None:
+        self.model, self.dtype = facts.model, (facts.dtype or "").removeprefix("torch.")
+        self.max_model_len, self.slots = str(facts.max_model_len), str(facts.max_num_seqs or "")
 
 
 @dataclass(frozen=True)
@@ -109,12 +117,14 @@ def send_to_all(listener: socket.socket, secret: str) -> None:
 
 
 def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float) -> list[Checked]:
-    """Checks all servers at once. Differences between them are problems of those in the minority."""
+    """Checks all servers at once, for any model. Differences between them are problems of those in the minority."""
+    backend = None if way.address is None else "nccl"
+    needs = Requirements(0, None, processed_logprobs=True, weight_transfer=backend, timeout_s=timeout_s)
 
     async def run() -> list[Checked]:
         async with new_session(api_key) as session:
             servers = [VLLMServer(url, session, timeout_s) for url in urls]
-            return list(await asyncio.gather(*(_check(server, way, timeout_s) for server in servers)))
+            return list(await asyncio.gather(*(_check(server, way, needs) for server in servers)))
 
     checked = asyncio.run(run())
     for name in EQUAL:
@@ -126,34 +136,23 @@ def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeou
     return checked
 
 
-async def _check(server: VLLMServer, way: WayBack, timeout_s: float) -> Checked:
+async def _check(server: VLLMServer, way: WayBack, needs: Requirements) -> Checked:
     found = Checked(server.base_url)
     try:
-        await server.get("/health", timeout_s)
-        await _read_facts(server, found, timeout_s)
+        await server.get("/health", needs.timeout_s)
+        found.vllm = ((await server.get("/version", needs.timeout_s)) or {}).get("version", "")
+        check = await Preflight.of(server, needs)
+        found.note(check.facts)
+        found.problems += [problem async for problem in check.problems()]
+        load = await server_load(server, needs.timeout_s)
+        if load is not None and load.num_running + load.num_waiting:
+            found.problems.append("it decodes: another trainer may be using it")
         await _probe(server, found, way)
     except FAILURES as error:
-        found.problems.append(describe(error, f"a request within {timeout_s:g} s"))
-    except (KeyError, IndexError, TypeError) as error:
-        found.problems.append(f"it is no vLLM server (its answer has no {error})")
+        found.problems.append(describe(error, f"a request within {needs.timeout_s:g} s"))
+    except ConfigurationError as error:
+        found.problems.append(str(error))
     return found
-
-
-async def _read_facts(server: VLLMServer, found: Checked, timeout_s: float) -> None:
-    found.vllm = ((await server.get("/version", timeout_s)) or {}).get("version", "")
-    info = await server.get("/server_info?config_format=json", max(timeout_s, PROBE_S))
-    if info is None:
-        found.problems.append("it has no development endpoints: start it with VLLM_SERVER_DEV_MODE=1")
-        return
-    config, served = info["vllm_config"], (await server.get("/v1/models", timeout_s))["data"][0]
-    found.model, found.max_model_len = served["id"], str(served["max_model_len"])
-    found.dtype = str(config["model_config"].get("dtype", "")).removeprefix("torch.")
-    found.slots = str(max_num_seqs(config) or "")
-    if config["model_config"]["logprobs_mode"] != "processed_logprobs":
-        found.problems.append("it needs `--logprobs-mode processed_logprobs`")
-    load = await server_load(server, timeout_s)
-    if load is not None and load.num_running + load.num_waiting:
-        found.problems.append("it decodes: another trainer may be using it")
 
 
 async def _probe(server: VLLMServer, found: Checked, way: WayBack) -> None:

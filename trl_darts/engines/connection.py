@@ -14,15 +14,15 @@ from ..errors import ConfigurationError
 from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
 from ..weights.update import refresh
-from .deadlines import Deadlines
-from .pool import Member, Refresh
+from .monitor import Refresh
+from .pool import Member
 from .preflight import Requirements, ServerFacts, ServerUnreachableError, check_server
 from .ray_list import RaySource
 from .sampling import request_body
 from .server_list import RAY_PREFIX, FileSource, ServerList, ServerListError, ServerSource, check_source
 from .vllm_api import VLLMServer
 from .vllm_server import VLLMServerEngine
-from .waiting import Waiting
+from .waiting import Deadlines, Waiting
 
 
 JOIN_TIMEOUT_S = 10.0  # for a listed server, which was healthy, to answer
@@ -175,17 +175,13 @@ def _listed(settings: ServerSettings) -> list[str]:
     return list(found.urls)
 
 
-async def check_joining(settings: ServerSettings, facts: ServerFacts, server: VLLMServer) -> None:
-    """Raises if a server that was found during the run can't serve it. `facts` are those of the first servers."""
-    found = await check_server(server, replace(settings.requirements, timeout_s=JOIN_TIMEOUT_S))
-    for name in ("model", "dtype", "max_model_len"):
-        value, needed = getattr(found, name), getattr(facts, name)
-        fits = value >= needed if name == "max_model_len" else needed is None or value == needed
-        if not fits:
-            raise ConfigurationError(
-                f"The vLLM server at {server.base_url} has `{name}` ({value!r}), and the others {needed!r}. Start it "
-                "with the same options."
-            )
+async def check_joining(
+    settings: ServerSettings, facts: ServerFacts, server: VLLMServer, timeout_s: float | None = None
+) -> None:
+    """Raises if a server can't join the run. `facts` are those of the first servers."""
+    timeout_s = JOIN_TIMEOUT_S if timeout_s is None else timeout_s
+    found = await check_server(server, replace(settings.requirements, timeout_s=timeout_s))
+    found.check_like(server.base_url, facts)
     if settings.directory is not None:
         await asyncio.to_thread(settings.directory.check_server, server.base_url)
 
@@ -196,24 +192,20 @@ def open_engine(settings: ServerSettings, refresh: Refresh, num_sharing: int = 1
 
 
 def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:
-    """Returns the common properties of all servers, with the slots of the main ones. Raises if servers don't match."""
-    names = sorted({fact.model for fact in facts.values()})
-    if len(names) > 1:
-        both = " and `vllm_tail_server_url`" if tail_urls else ""
-        raise ConfigurationError(
-            f"The servers of `vllm_server_base_url`{both} serve under different names "
-            f"({', '.join(map(repr, names))}). Start them with the same model or `--served-model-name`."
-        )
+    """
+    Returns the common properties of all servers, with the slots of the main ones. Raises if servers don't match: tail
+    servers take over the longest sequences.
+    """
     main = [fact for url, fact in facts.items() if url not in tail_urls]
-    limit, drafts = min(fact.max_model_len for fact in main), any(fact.drafts for fact in facts.values())
-    for url in tail_urls:
-        if facts[url].max_model_len < limit:
-            raise ConfigurationError(
-                f"The vLLM server at {url} of `vllm_tail_server_url` has `max_model_len` "
-                f"({facts[url].max_model_len}), which must be at least that of the main servers ({limit}): it takes "
-                "over their longest sequences. Restart it with a larger `--max-model-len`."
-            )
     dtypes = {fact.dtype for fact in facts.values()}
     slots = [fact.max_num_seqs for fact in main]
-    all_slots = None if None in slots else sum(filter(None, slots))
-    return ServerFacts(names[0], limit, drafts, all_slots, dtypes.pop() if len(dtypes) == 1 else None)
+    merged = ServerFacts(
+        model=main[0].model,
+        max_model_len=min(fact.max_model_len for fact in main),
+        drafts=any(fact.drafts for fact in facts.values()),
+        max_num_seqs=None if None in slots else sum(filter(None, slots)),
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+    )
+    for url, fact in facts.items():
+        fact.check_like(url, merged)
+    return merged

@@ -18,12 +18,12 @@ from ..scheduling import (
     RolloutResult,
     Scheduler,
 )
-from .deadlines import Deadlines
-from .pool import Member, ServerPool
-from .seeds import RolloutSeed
+from .monitor import Monitor
+from .pool import Member
+from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt
 from .vllm_rollout import Overrides, RolloutRun
-from .waiting import Waiting
+from .waiting import Deadlines, Waiting
 
 
 class ContinuousRun(RolloutRun):
@@ -37,7 +37,7 @@ class ContinuousRun(RolloutRun):
     def __init__(
         self,
         scheduler: Scheduler,
-        pool: ServerPool,
+        monitor: Monitor,
         body: Mapping[str, Any],
         overrides: Overrides | None,
         deadlines: Deadlines,
@@ -45,12 +45,12 @@ class ContinuousRun(RolloutRun):
         keeps_kv: bool,
         seed: RolloutSeed | None = None,
     ) -> None:
-        super().__init__(scheduler, pool, [], body, overrides, deadlines, seed)
+        super().__init__(scheduler, monitor, [], body, overrides, deadlines, seed)
         self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
         self.rollout = None
         self.step = step
         self.keeps_kv = keeps_kv
-        self._steps = {pool.version: step}  # by number of the sync
+        self._steps = {self.pool.version: step}  # by number of the sync
         self._changed = asyncio.Event()
         self.finished.add_done_callback(lambda _: self._changed.set())
 

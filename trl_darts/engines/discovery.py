@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 from ..errors import TRLDARTSError
-from .pool import ServerPool, State, describe
+from .monitor import Check, Monitor
+from .pool import State, describe
 from .server_list import ServerSource
-from .vllm_api import VLLMServer
 
 
 POLL_S = 1.0
@@ -26,17 +26,15 @@ class Discovery:
     never listed are left alone, and so is the last server that is up.
     """
 
-    def __init__(
-        self, source: ServerSource, check: Callable[[VLLMServer], Awaitable[None]], urls: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, source: ServerSource, check: Check, urls: Iterable[str] = ()) -> None:
         self._source = source
-        self._check = check  # raises if a server can't serve this run
+        self._check = check
         self._known = set(urls)  # servers of the pool that were listed
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._retry_at: dict[str, float] = {}
         self._warned: dict[str, str] = {}  # last message of each server, and of the list ("")
 
-    async def run(self, pool: ServerPool, connect: Callable[[str], VLLMServer]) -> None:
+    async def run(self, monitor: Monitor) -> None:
         """Follows the list until it is cancelled."""
         try:
             while True:
@@ -46,15 +44,15 @@ class Discovery:
                     self._warn("", f"{error} The servers stay as they are.")
                 else:
                     self._warned.pop("", None)
-                    await self._follow(pool, connect, found.urls)
+                    await self._follow(monitor, found.urls)
                 await asyncio.sleep(POLL_S)
         finally:
             for task in self._joining.values():
                 task.cancel()
             self._source.close()
 
-    async def _follow(self, pool: ServerPool, connect: Callable[[str], VLLMServer], urls: Iterable[str]) -> None:
-        listed = set(urls)
+    async def _follow(self, monitor: Monitor, urls: Iterable[str]) -> None:
+        listed, pool = set(urls), monitor.pool
         if not listed:
             return
         self._joining = {url: task for url, task in self._joining.items() if not task.done()}
@@ -62,19 +60,18 @@ class Discovery:
         self._warned = {url: message for url, message in self._warned.items() if url in listed}
         for url in sorted(listed - pool.members.keys() - self._joining.keys()):
             if time.monotonic() >= self._retry_at.get(url, 0.0):
-                self._joining[url] = asyncio.create_task(self._join(pool, connect(url)))
+                self._joining[url] = asyncio.create_task(self._join(monitor, url))
         for url in sorted(self._known - listed):
             async with pool.updating:  # an update looks its servers up until its end
                 if url in pool.members and set(pool.urls(State.UP)) - {url}:
                     logger.warning("The vLLM server at %s is no longer listed.", url)
-                    pool.remove(url)
+                    monitor.remove(url)
             if url not in pool.members:
                 self._known.discard(url)
 
-    async def _join(self, pool: ServerPool, server: VLLMServer) -> None:
-        url = server.base_url
+    async def _join(self, monitor: Monitor, url: str) -> None:
         try:
-            await self._check(server)
+            await monitor.admit(url, self._check)
         except Exception as error:  # one invalid answer must not end the task without a message
             reason = str(error) if isinstance(error, TRLDARTSError) else describe(error, "a check")
             self._warn(url, f"The vLLM server at {url} is listed and can't join: {reason}")
@@ -83,8 +80,6 @@ class Discovery:
         logger.warning("The vLLM server at %s was found.", url)
         self._warned.pop(url, None)
         self._known.add(url)
-        pool.add(url, server)
-        pool.watch()  # brings it the weights
 
     def _warn(self, url: str, message: str) -> None:
         if self._warned.get(url) != message:

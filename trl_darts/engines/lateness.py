@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..scheduling import Submit
-from .deadlines import Deadlines
 from .pool import Member
+from .waiting import Deadlines
 
 
 Key = tuple[int, int]  # (candidate_id, segment): a candidate that moves to another server is another request

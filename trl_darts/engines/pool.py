@@ -16,26 +16,19 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Protocol
 
 import aiohttp
 
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
-from .deadlines import Deadlines
-from .loop_lag import LoopLag
-from .server_log import explain, find_logs
-from .vllm_api import TURN_TIMEOUT_S, Sampling, ServerRefusedError, VLLMServer, max_num_seqs, sampling_of, server_load
+from .server_log import ServerLogs, explain
+from .vllm_api import TURN_TIMEOUT_S, Sampling, ServerRefusedError, VLLMServer
 
 
-PROBE_INTERVAL_S = 2.0
-MAX_PROBE_INTERVAL_S = 20.0  # of one of many processes that share the servers
 RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer
-READY_POLL_S = 0.005
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
@@ -95,7 +88,6 @@ class Member:
     draining: bool = False
     asleep: bool | None = False  # `None` if unknown, before its first turn
     num_losses: int = 0
-    log: Path | None = None  # found while the server is running
     load: ServerLoad | None = None  # latest metrics; `None` if it has none
     last_progress: float = 0.0  # last sign of decoding, by `time.perf_counter`
     last_queued: float = 0.0  # last time that requests waited in its queue, including preempted ones
@@ -116,85 +108,37 @@ class Member:
         return self.state is State.UP and self.asleep is False
 
 
-Refresh = Callable[[Member, int], Awaitable[bool]]
-
-
-async def has_loaded_weights(member: Member, version: int) -> bool:
-    """Whether no weight sync has happened, so that a server has the right weights after its start."""
-    return version == 0
-
-
-async def shows_weights(member: Member, version: int) -> bool:
-    """Whether a server received the weights of a version, and was not restarted since."""
-    if version == 0:
-        return True
-    # The server's own version is not sufficient, because an earlier run may have set it.
-    return member.version == version and await member.server.weight_version() == f"v{version}"
-
-
 class ServerPool:
-    """
-    The servers of an engine. Outside the event loop, it may only be read.
-
-    `refresh` updates a server that has reconnected to the weights of the last sync, and returns whether it has them.
-    `num_sharing` processes have such a pool of the same servers. With more than one, this is the pool of a process
-    that only decodes now and then: it has its share of the slots, and only probes servers during its rollouts.
-    """
+    """The servers of an engine. Outside the event loop, it may only be read. A [`Monitor`] watches them."""
 
     def __init__(
         self,
         servers: Mapping[str, VLLMServer],
-        deadlines: Deadlines,
         most: int,
         tail_urls: Collection[str] = (),
         takes_turns: bool = False,
-        refresh: Refresh = has_loaded_weights,
-        num_sharing: int = 1,
     ) -> None:
         self._asleep_at_first = None if takes_turns else False  # also after a reconnect, perhaps as a new process
         self.members = {
             url: Member(server, url in tail_urls, asleep=self._asleep_at_first) for url, server in servers.items()
         }
         self.takes_turns = takes_turns  # whether main and tail servers share GPUs
-        self.deadlines = deadlines
         self.version = 0  # of the last weight sync
         self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
         self.listeners: list[Listener] = []  # the running rollouts
-        self.lag = LoopLag()
+        self.logs = ServerLogs()
         self._most = most
-        self._refresh = refresh
-        self._num_sharing = num_sharing
         self._warned_of_files = False
-        self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._returning: dict[str, asyncio.Task[None]] = {}
         self._has_warned = False  # of servers that sample alike
-        self._checks: dict[str, asyncio.Task[None]] = {}  # health checks that others wait for
-        self._asking: dict[str, asyncio.Task[None]] = {}  # queries of slots that are repeated
-        self._measuring: asyncio.Task[None] | None = None
-        self._finding_logs: asyncio.Task[None] | None = None
-        self._find_logs_again = False
 
     def urls(self, state: State) -> list[str]:
         """Returns the addresses of the servers in a state."""
         return [url for url, member in self.members.items() if member.state is state]
 
-    def watch(self) -> None:
-        """Starts monitoring the servers that are not monitored yet."""
-        if self._measuring is None:
-            self._measuring = asyncio.create_task(self.lag.watch())
-        if self.members.keys() - self._watchers.keys():
-            self._find_logs()
-        for url in self.members.keys() - self._watchers.keys():
-            self._watchers[url] = asyncio.create_task(self._watch(url))
-
-    async def ready(self) -> None:
-        """Waits until the slots of all servers that are up are known. Otherwise, the first gets all candidates."""
-        while any(member.state is State.UP and member.limit is None for member in self.members.values()):
-            await asyncio.sleep(READY_POLL_S)
-
-    def add(self, url: str, server: VLLMServer) -> None:
+    def add(self, server: VLLMServer) -> None:
         """Adds a server that was checked, but does not have our weights yet."""
-        self.members[url] = Member(server, False, None, State.RETURNED, "it is new", asleep=self._asleep_at_first)
+        first = Member(server, False, None, State.RETURNED, "it is new", asleep=self._asleep_at_first)
+        self.members[server.base_url] = first
         self._share_connections()
 
     def remove(self, url: str) -> None:
@@ -203,9 +147,6 @@ class ServerPool:
             self.lose(url, "it was removed")
         del self.members[url]
         self._share_connections()
-        for tasks in (self._watchers, self._returning, self._checks, self._asking):
-            if (task := tasks.pop(url, None)) is not None:
-                task.cancel()
 
     @property
     def _connections(self) -> int:
@@ -231,27 +172,17 @@ class ServerPool:
                 *(self._connections, len(self.members), wanted, needed, needed),
             )
 
-    async def _ask_for_slots(self, url: str) -> None:
-        """
-        Queries the number of slots, which may change with a restart. If that fails, they are as before, or as many as
-        those of the other servers, and the query is repeated.
-        """
-        member, slots = self.members[url], None
-        try:
-            info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
-        except FAILURES:  # errors are handled when the server is used
-            member.asks_for_slots = True
-            if member.limit is None:
-                self._set_slots(url, self._usual_slots)
-            return
-        member.asks_for_slots = False
-        config = (info or {}).get("vllm_config") or {}
-        if config:
-            with suppress(*FAILURES):  # before the slots, with which candidates may start
-                member.sampling = await sampling_of(member.server, config)
+    def guess_slots(self, url: str) -> None:
+        """Sets the slots of a server that did not say: as before, or as many as those of the other servers."""
+        member = self.members[url]
+        member.asks_for_slots = True
+        if member.limit is None:
+            self._set_slots(url, self._usual_slots)
+
+    def note_slots(self, url: str, slots: int | None) -> None:
+        """Sets the slots of a server that did say, or has no limit, and of those which did not."""
+        self.members[url].asks_for_slots = False
         self._warn_of_siblings()
-        if (slots := max_num_seqs(config)) is not None:
-            slots = -(-slots // self._num_sharing)
         self._set_slots(url, slots)
         for other, that in self.members.items():
             if that.asks_for_slots and that.limit is not None and that.limit.slots is None:
@@ -302,7 +233,7 @@ class ServerPool:
     def lose(self, url: str, reason: str) -> None:
         """Stops using a server until it answers again."""
         member = self.members[url]
-        reason = explain(reason, member.log)
+        reason = explain(reason, self.logs.paths.get(url))
         if member.state is not State.DOWN:
             logger.warning("The vLLM server at %s is lost: %s", url, reason)
         was_up = member.state is State.UP
@@ -339,11 +270,11 @@ class ServerPool:
         num_outputs = await member.server.num_outputs() if self._num_held(url) else {}
         self._notify(lambda listener: listener.on_updated(url, num_outputs))
 
-    def follow(self, version: int, up: Collection[str]) -> None:
-        """Copies the state from the main process: the version, and the servers that have its weights."""
+    def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
+        """Copies the state from the main process: the version, and which servers have its weights."""
         self.version = version
         for url, member in self.members.items():
-            if url in up:
+            if has_weights[url]:
                 if member.state is State.DOWN:  # not probed while this process decodes nothing
                     member.state = State.RETURNED
                 self.join(url)
@@ -390,118 +321,10 @@ class ServerPool:
         for listener in list(self.listeners):
             call(listener)
 
-    async def _watch(self, url: str) -> None:
-        await asyncio.gather(self._begin(url), self._keep_probing(url))
-
-    async def _begin(self, url: str) -> None:
-        await self._ask_for_slots(url)
-        if self.members[url].state is State.RETURNED:  # a new server
-            await self._bring_back(url)
-
-    async def _keep_probing(self, url: str) -> None:
-        while True:
-            await asyncio.sleep(min(PROBE_INTERVAL_S * self._num_sharing, MAX_PROBE_INTERVAL_S))
-            if self._num_sharing > 1 and not self.listeners:
-                continue
-            try:
-                await self._probe(url)
-            except Exception:  # one invalid response must not end the probing
-                logger.exception("Probing the vLLM server at %s failed. It will be repeated.", url)
-
-    async def _probe(self, url: str) -> None:
-        member = self.members[url]
-        if not await self._is_healthy(url):
-            return
-        if member.state is State.DOWN:
-            if not await self._end_ghosts(member):
-                return
-            await self._ask_for_slots(url)
-            self._find_logs()
-            member.state = State.RETURNED
-            self._returning[url] = asyncio.create_task(self._bring_back(url))  # probing continues meanwhile
-        elif member.state is State.UP:
-            if member.asks_for_slots and (url not in self._asking or self._asking[url].done()):
-                self._asking[url] = asyncio.create_task(self._ask_for_slots(url))
-            if self.listeners:
-                await self._observe(url)
-
-    async def _is_healthy(self, url: str) -> bool:
-        """
-        Checks a server, which is lost unless it is healthy. A timeout is no judgment if our own loop was late, or if
-        the server has sent tokens in the second half of it: it was not frozen when the check began.
-        """
-        member, start = self.members[url], time.perf_counter()
-        try:
-            await member.server.get_text("/health", self.deadlines.health_s)
-        except FAILURES as error:
-            decodes = time.perf_counter() - member.last_progress < self.deadlines.health_s / 2
-            has_doubt = decodes or self.lag.was_late_since(start)
-            if not ((isinstance(error, TimeoutError) and has_doubt) or is_our_own(error)):
-                self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
-            return False
-        return True
-
-    async def check(self, url: str) -> bool:
-        """
-        Checks a server at once, because a request failed on it: whether it is healthy, and not a new process with
-        other weights behind the same address. Returns whether it is up.
-        """
-        if url not in self.members:
-            return False
-        if url not in self._checks:
-            self._checks[url] = asyncio.create_task(self._check(url))
-            self._checks[url].add_done_callback(lambda _: self._checks.pop(url, None))
-        check = self._checks[url]
-        await asyncio.wait({check})
-        if not check.cancelled() and check.exception() is not None:
-            logger.error("Checking the vLLM server at %s failed.", url, exc_info=check.exception())
-        return url in self.members and self.members[url].state is State.UP
-
-    async def _check(self, url: str) -> None:
-        member = self.members[url]
-        if not await self._is_healthy(url) or member.version == 0 or self.updating.locked():
-            return
-        try:
-            found, own = await member.server.weight_version(), f"v{member.version}"
-        except FAILURES as error:
-            self.lose(url, describe(error, "`/weight_info`"))
-            return
-        if found not in (None, own) and not self.updating.locked():
-            self.lose(url, f"it has the weights {found!r} instead of {own!r}, so it was restarted")
-
-    async def _end_ghosts(self, member: Member) -> bool:
-        """Aborts the requests that a server may still decode since it seemed to be lost. Returns success."""
-        try:
-            await member.server.abort(member.ghosts)
-        except FAILURES as error:
-            self.lose(member.server.base_url, describe(error, "`/abort_requests`"))
-            return False
-        member.ghosts = []
-        return True
-
-    async def _bring_back(self, url: str) -> None:
-        """Refreshes the weights of a reconnected server and starts using it, or lets it wait for a weight sync."""
-        async with self.updating:
-            member = self.members[url]
-            if member.state is not State.RETURNED:  # a weight sync has handled it
-                return
-            try:
-                fresh = await self._refresh(member, self.version)
-            except Exception as error:
-                self.lose(url, describe(error, "the weights"))
-                return
-            if member.state is not State.RETURNED:  # it was lost meanwhile
-                return
-            suffix = "" if fresh else " and waits for a weight sync"
-            logger.warning("The vLLM server at %s has reconnected%s.", url, suffix)
-            member.waits = not fresh
-            if fresh:
-                self.join(url)
-
-    async def _observe(self, url: str) -> None:
-        """Reads a server's metrics to detect progress and to adapt its limit."""
+    def note_load(self, url: str, load: ServerLoad | None) -> None:
+        """Detects progress in a server's new metrics, and adapts its limit to them."""
         member, before = self.members[url], self.members[url].load
-        member.load = load = await server_load(member.server, self.deadlines.health_s)
+        member.load = load
         if load is None or not self.listeners or member.limit is None:
             return
         if before is not None and load.num_tokens != before.num_tokens:
@@ -512,19 +335,6 @@ class ServerPool:
         member.limit.observe(load, self._num_held(url))
         if member.capacity != capacity and member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
-
-    def _find_logs(self) -> None:
-        """Starts looking for all servers' logs while they run: after a loss, the process may be gone."""
-        self._find_logs_again = True
-        if self._finding_logs is None or self._finding_logs.done():
-            self._finding_logs = asyncio.create_task(self._keep_finding_logs())
-
-    async def _keep_finding_logs(self) -> None:
-        while self._find_logs_again:  # servers that return during a scan need one more, not one each
-            self._find_logs_again = False
-            for url, log in (await asyncio.to_thread(find_logs, list(self.members))).items():
-                if url in self.members:
-                    self.members[url].log = log
 
 
 def is_our_own(error: BaseException) -> bool:

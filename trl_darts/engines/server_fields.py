@@ -10,8 +10,8 @@ from ..scheduling import ScheduleSettings, TailServers
 from ..scheduling.rules import POSITIVE, one_of, setting
 from ..weights import WEIGHT_SYNCS
 from .addresses import API_KEY_VARIABLE, check_address, split_addresses
-from .deadlines import Deadlines
 from .server_list import check_source
+from .waiting import Deadlines
 
 
 ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")

@@ -1,5 +1,6 @@
 """Finds a vLLM server's log on this machine, and the reason of a failure in it."""
 
+import asyncio
 import os
 import re
 from collections.abc import Iterable
@@ -22,6 +23,26 @@ _LOGGED = re.compile(r"\bERROR \S+ \S+ \[\S+\] (?P<message>(?!Traceback|Exceptio
 _POINTER = re.compile(r"stack trace|root cause|EngineDeadError|\d+ validation errors? for")
 # The API process answers with this message if its engine process has died and written the error to the log.
 _API_POINTER = re.compile(r"See stack trace \(above\) for the root cause")
+
+
+class ServerLogs:
+    """The files of servers' outputs, found while they run: after a loss, the process may be gone."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, Path] = {}
+        self._wanted: list[str] = []
+        self._search: asyncio.Task[None] | None = None
+
+    def find(self, base_urls: Iterable[str]) -> None:
+        """Starts a search. Servers that return during one need one more, not one each."""
+        self._wanted = list(base_urls)
+        if self._search is None or self._search.done():
+            self._search = asyncio.create_task(self._find())
+
+    async def _find(self) -> None:
+        while self._wanted:
+            urls, self._wanted = self._wanted, []
+            self.paths |= await asyncio.to_thread(find_logs, urls)
 
 
 def find_logs(base_urls: Iterable[str]) -> dict[str, Path]:

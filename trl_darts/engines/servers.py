@@ -14,8 +14,7 @@ from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
 from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State
-from .sampling import not_carried, request_body
-from .seeds import RolloutSeed, user_seed
+from .sampling import RolloutSeed, not_carried, request_body, user_seed
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
@@ -58,9 +57,9 @@ class ServerEngine(Engine):
         self._in_flight = False
         result: RolloutResult | None = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         if self._main.num_processes > 1:
-            up = self._main.broadcast(lambda: self._generation.engine.up)
+            state = self._main.broadcast(lambda: self._generation.engine.state)
             if not self._main.is_here:
-                self._generation.own_engine.follow(*up)
+                self._generation.own_engine.follow(*state)
         return result
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:

@@ -19,8 +19,8 @@ import orjson
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
 from ..weights.plugin import NUM_OUTPUTS, PROBE
-from .deadlines import Deadlines
-from .keys import key_of
+from .addresses import key_of
+from .waiting import Deadlines
 
 
 # The server closes idle connections after 5 s. A client that keeps one longer may send requests to a closing socket.
@@ -59,46 +59,37 @@ class ServerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One candidate's request."""
+    """
+    One candidate's request. Text goes to `/v1/completions`, which every server has. Only `/inference/v1/generate`
+    takes images as features, and from vLLM 0.30 on, a server has it with `--enable-scale-out` alone.
+    """
 
     path: str
     body: dict[str, Any]
+    options: dict[str, Any]  # of sampling: the part of the body that has them
     internal_id: str
 
     @classmethod
     def of(
         cls, request_id: str, prompt: ServerPrompt, prior_tokens: Sequence[int], options: Mapping[str, Any]
     ) -> "CompletionRequest":
-        tokens = [*prompt.tokens, *prior_tokens]
+        own, tokens = dict(options), [*prompt.tokens, *prior_tokens]
         if prompt.features is None:
-            body = {**options, "request_id": request_id, "prompt": tokens}
+            own |= {"request_id": request_id, "prompt": tokens}
             # With `return_token_ids`, the server sends the prompt back, to each of its candidates.
             by_logprobs = options.get("logprobs") is not None
-            body["return_tokens_as_token_ids" if by_logprobs else "return_token_ids"] = True
+            own["return_tokens_as_token_ids" if by_logprobs else "return_token_ids"] = True
             # The internal ID of the only prompt of a completion request. The server silently ignores other IDs.
-            return cls("/v1/completions", body, f"cmpl-{request_id}-0")
-        sampling = {name: value for name, value in options.items() if name != "model"}
-        body = {
-            "model": options["model"],
-            "request_id": request_id,
-            "token_ids": tokens,
-            "features": prompt.features,
-            "sampling_params": sampling,
-        }
-        return cls("/inference/v1/generate", body, f"generate-tokens-{request_id}")
+            return cls("/v1/completions", own, own, f"cmpl-{request_id}-0")
+        body = {"model": own.pop("model"), "request_id": request_id, "token_ids": tokens}
+        body |= {"features": prompt.features, "sampling_params": own}
+        return cls("/inference/v1/generate", body, own, f"generate-tokens-{request_id}")
 
-    @property
-    def sampling(self) -> Mapping[str, Any]:
-        """Sampling options, whose place depends on the endpoint."""
-        options: Mapping[str, Any] = self.body.get("sampling_params", self.body)
-        return options
-
-    def streaming(self, interval: int) -> dict[str, Any]:
-        """Returns the body of the same request, streamed with a chunk about every `interval` tokens."""
-        if "sampling_params" in self.body:
-            sampling = {**self.body["sampling_params"], "stream_interval": interval}
-            return {**self.body, "stream": True, "sampling_params": sampling}
-        return {**self.body, "stream": True, "stream_interval": interval}
+    def stream(self, interval: int) -> "CompletionRequest":
+        """Has the response streamed, with a chunk about every `interval` tokens."""
+        self.options["stream_interval"] = interval
+        self.body["stream"] = True
+        return self
 
 
 class ServerRefusedError(GenerationError):
@@ -144,7 +135,7 @@ class VLLMServer:
         return (await self._get(path, timeout_s) or b"").decode(errors="replace")
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> Any:
         """
         Returns the JSON of the response, `{}` if it is empty. Connections are not reused here: the server closes them
@@ -192,13 +183,13 @@ class VLLMServer:
         busy. The connection is open until they were read, or the generator is closed. Calls `on_sent` once it is
         connected and the request was sent.
         """
-        response = await self._post(request.path, request.streaming(interval), timeout_s, on_sent=on_sent)
+        response = await self._post(request.path, request.stream(interval).body, timeout_s, on_sent=on_sent)
         try:
             await self._check(response)
         except BaseException:
             response.close()
             raise
-        return self._chunks(response, request.sampling.get("max_tokens"), request.sampling.get("logprobs") is not None)
+        return self._chunks(response, request.options.get("max_tokens"), request.options.get("logprobs") is not None)
 
     async def _chunks(
         self, response: aiohttp.ClientResponse, room: int | None, logprobs: bool

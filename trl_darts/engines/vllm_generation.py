@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError
 from ..trl_compat import VLLMGeneration, grpo_trainer, replaced
 from ..weights import SyncRecord
 from ..weights.client import image_features
@@ -19,8 +18,9 @@ from .addresses import check_address
 from .connection import ServerSettings, check_joining, connect, open_engine, server_settings
 from .discovery import Discovery
 from .main_process import MainProcess
-from .pool import State, shows_weights
-from .preflight import ServerFacts, check_server
+from .monitor import shows_weights
+from .pool import State
+from .preflight import ServerFacts
 from .vllm_api import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine
 
@@ -66,11 +66,10 @@ class SyncedGeneration(VLLMGeneration):
         self.vllm_client = FleetVLLMClient(
             self.engine,
             self.settings.directory,
-            _dtype(self.facts),
+            getattr(torch, (self.facts.dtype or "").removeprefix("torch."), None),
             self.accelerator.device,
             self.group_port,
             self.server_timeout,
-            self.settings.api_key,
         )
         self.vllm_client.init_communicator()
         self.drafted()  # excludes drafts of earlier runs
@@ -91,7 +90,7 @@ class SyncedGeneration(VLLMGeneration):
 
     @property
     def num_main_servers(self) -> int:
-        """Number of servers without the tail servers, at the start or after the last `add_server`."""
+        """Number of servers at the start, without the tail servers."""
         return len(self.settings.base_urls) - len(self.settings.tail_urls)
 
     # Weights
@@ -144,10 +143,10 @@ class SyncedGeneration(VLLMGeneration):
     def image_features(self, images: list[Any], prompts: list[list[int]]) -> list[dict[str, Any] | None]:
         """Requests the features of the images of each prompt from a server. Each process can call this alone."""
         up = [url for url, state in self.own_engine.states().items() if state is State.UP]
-        features = image_features(up, self.settings.api_key, images)
+        features = image_features(self.own_engine, up, images)
         return [self._place_features(*pair) for pair in zip(features, prompts, strict=True)]
 
-    # Servers are added and removed
+    # Servers are added and removed. The engines of other processes follow the main one's after each rollout.
 
     def add_server(self, url: str) -> None:
         """
@@ -166,8 +165,8 @@ class SyncedGeneration(VLLMGeneration):
         """
         url = url.strip().rstrip("/")
         check_address("url", url)
-        self.facts = self.main.broadcast(lambda: self._add(url))
-        self._set_servers([*self.settings.base_urls, url])
+        check = partial(check_joining, self.settings, self.facts, timeout_s=self.settings.requirements.timeout_s)
+        self.main.run(lambda: self.engine.add(url, check))
 
     def remove_server(self, url: str) -> None:
         """
@@ -180,40 +179,7 @@ class SyncedGeneration(VLLMGeneration):
         Raises:
             [`ConfigurationError`]: If it is not one of the servers, or is the last one.
         """
-        url = url.strip().rstrip("/")
-
-        def remove() -> None:
-            self.engine.remove(url)
-            self.vllm_client.leave(url)
-
-        self.main.run(remove)
-        self._set_servers([known for known in self.settings.base_urls if known != url])
-
-    def _add(self, url: str) -> ServerFacts:
-        facts = self.engine.add(url, lambda server: check_server(server, self.settings.requirements))
-        try:
-            if facts.model != self.facts.model:
-                raise ConfigurationError(
-                    f"The vLLM server at {url} serves {facts.model!r}, and the others {self.facts.model!r}. Start "
-                    "it with the same model or `--served-model-name`."
-                )
-            self.vllm_client.admit(url, _dtype(facts))
-        except BaseException:
-            self.engine.remove(url)
-            raise
-        return replace(self.facts, max_model_len=min(facts.max_model_len, self.facts.max_model_len))
-
-    def _set_servers(self, base_urls: list[str]) -> None:
-        """Replaces the servers. Other processes than the main one reconnect when they need to."""
-        self.settings = replace(self.settings, base_urls=base_urls)
-        if not self.main.is_here and self.engine is not None:
-            self.engine.close()
-            self.engine = None
-
-
-def _dtype(facts: ServerFacts) -> torch.dtype | None:
-    """Returns the dtype of the servers' weights, if it is known and equal."""
-    return getattr(torch, (facts.dtype or "").removeprefix("torch."), None)
+        self.main.run(lambda: self.engine.remove(url.strip().rstrip("/")))
 
 
 @contextmanager

@@ -42,10 +42,10 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.scheduler import MAX_STALLS
-from .deadlines import Deadlines
 from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
-from .pool import Member, ServerPool, State, describe, is_our_own
-from .seeds import RolloutSeed
+from .monitor import Monitor
+from .pool import Member, State, describe, is_our_own
+from .sampling import RolloutSeed
 from .vllm_api import (
     CompletionChunk,
     CompletionRequest,
@@ -54,7 +54,7 @@ from .vllm_api import (
     ServerPrompt,
     ServerRefusedError,
 )
-from .waiting import Waiting
+from .waiting import Deadlines, Waiting
 
 
 # Streaming every token costs the server and this thread 3 to 20 times as much as one response at the end. With chunks
@@ -85,7 +85,7 @@ class RolloutRun:
     def __init__(
         self,
         scheduler: Scheduler,
-        pool: ServerPool,
+        monitor: Monitor,
         prompts: Sequence[Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None,
@@ -93,7 +93,8 @@ class RolloutRun:
         seed: RolloutSeed | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.pool = pool
+        self.monitor = monitor
+        self.pool = monitor.pool
         self.prompts: Any = prompts
         self.body = body
         self.overrides = overrides
@@ -141,7 +142,7 @@ class RolloutRun:
         return self in self.pool.listeners
 
     async def _begin(self, plans: Sequence[GroupPlan]) -> None:
-        ready = asyncio.create_task(self.pool.ready())
+        ready = asyncio.create_task(self.monitor.ready())
         await asyncio.wait([ready, self.finished], return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if self.finished.done():
@@ -233,7 +234,7 @@ class RolloutRun:
 
     @property
     def _was_late(self) -> bool:
-        return self.pool.lag.was_late_since(time.perf_counter() - CATCH_UP_S)
+        return self.monitor.lag.was_late_since(time.perf_counter() - CATCH_UP_S)
 
     def _describe(self, url: str) -> str:
         member = self.pool.members[url]
@@ -356,7 +357,7 @@ class RolloutRun:
                 try:
                     stream = await member.server.open(completion, STREAM_INTERVAL, on_sent=request.note_sent)
                 except aiohttp.ConnectionTimeoutError:
-                    if not self.pool.lag.was_late_since(start):
+                    if not self.monitor.lag.was_late_since(start):
                         raise
                     continue  # our own loop was late
             member.refuses_since = None
@@ -385,7 +386,7 @@ class RolloutRun:
     async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False) -> None:
         """Tries the candidate elsewhere if its server is healthy. Otherwise, the server is lost."""
         url, request.failing = request.command.engine_id, True
-        if not await self.pool.check(url):
+        if not await self.monitor.check(url):
             return
         tried = self._note_failure(request, url, reason, is_busy)
         if self.requests.get(request.key) is not request:  # the server is lost

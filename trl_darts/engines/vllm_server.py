@@ -22,12 +22,13 @@ from ..errors import ConfigurationError
 from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .continuous_run import ContinuousRun
-from .deadlines import Deadlines
 from .discovery import Discovery
-from .pool import RESERVED_FILES, Member, Refresh, ServerPool, State, has_loaded_weights
-from .seeds import RolloutSeed
+from .monitor import Check, Monitor, Refresh, has_loaded_weights
+from .pool import RESERVED_FILES, Member, ServerPool, State
+from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
+from .waiting import Deadlines
 
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class VLLMServerEngine:
     Runs rollouts on one or several vLLM servers. Each prompt goes to the least loaded server with room.
 
     `tail_urls` are the tail servers among `base_urls`. Set `takes_turns` if they share the main servers' GPUs, so that
-    one kind sleeps while the other decodes. `refresh` and `num_sharing` are those of [`ServerPool`].
+    one kind sleeps while the other decodes. `refresh` and `num_sharing` are those of [`Monitor`].
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class VLLMServerEngine:
         self._urls = list(base_urls)  # at the start
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
-        self._options = tail_urls, takes_turns, refresh, num_sharing
-        self._pool: ServerPool | None = None  # created in the loop
+        self._options = (tail_urls, takes_turns), (refresh, num_sharing)  # of the pool and of its monitor
+        self._monitor: Monitor | None = None  # created in the loop
         self._turn = asyncio.Lock()  # one rollout at a time, including its cleanup
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
@@ -104,10 +105,10 @@ class VLLMServerEngine:
         """Starts a rollout and returns its future at once. Cancelling the future ends all of its requests."""
 
         async def rollout() -> RolloutResult:
-            pool = await self.pool()
-            pool.watch()
+            monitor = await self.monitor()
+            monitor.start()
             async with self._turn:
-                run = RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines, seed)
+                run = RolloutRun(scheduler, monitor, prompts, body, overrides, self.deadlines, seed)
                 return await run.execute(plans)
 
         return self.submit(rollout())
@@ -124,9 +125,9 @@ class VLLMServerEngine:
         """Starts a rollout without an end, with weights of a `step`. Cancelling the future ends its requests."""
 
         async def begin() -> ContinuousRun:
-            pool = await self.pool()
-            pool.watch()
-            return ContinuousRun(scheduler, pool, body, overrides, self.deadlines, step, keeps_kv, seed)
+            monitor = await self.monitor()
+            monitor.start()
+            return ContinuousRun(scheduler, monitor, body, overrides, self.deadlines, step, keeps_kv, seed)
 
         run = self.call(begin())
         return run, self.submit(run.execute([]))
@@ -140,13 +141,13 @@ class VLLMServerEngine:
     @property
     def base_urls(self) -> list[str]:
         """Addresses of the servers, which can be added and removed."""
-        return list(self._urls if self._pool is None else self._pool.members)
+        return list(self._urls if self._monitor is None else self._monitor.pool.members)
 
     @property
     def members(self) -> dict[str, Member]:
         """State of each server, read-only."""
-        pool = self._pool or self.call(self.pool())
-        return dict(pool.members)
+        monitor = self._monitor or self.call(self.monitor())
+        return dict(monitor.pool.members)
 
     def states(self) -> dict[str, State]:
         return {url: member.state for url, member in self.members.items()}
@@ -157,57 +158,43 @@ class VLLMServerEngine:
 
     def lose(self, url: str, reason: str) -> None:
         """Stops using a server until it answers again, for example after a failed weight update."""
-        self._in_loop(lambda pool: pool.lose(url, reason))
+        self._in_loop(lambda monitor: monitor.pool.lose(url, reason))
 
     def join(self, url: str) -> None:
         """Starts using a reconnected server that has the current weights."""
-        self._in_loop(lambda pool: pool.join(url))
+        self._in_loop(lambda monitor: monitor.pool.join(url))
 
-    def follow(self, version: int, up: Collection[str]) -> None:
-        """Copies the state from the main process: the version, and the servers that have its weights."""
-
-        def act(pool: ServerPool) -> None:
-            for url in up:
-                if url not in pool.members:
-                    pool.add(url, self._connect(url))
-            pool.follow(version, up)
-
-        self._in_loop(act)
+    def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
+        """Copies the state from the main process: the version, the servers, and which of them have its weights."""
+        self._in_loop(lambda monitor: monitor.follow(version, has_weights))
 
     def discover(self, discovery: Discovery) -> None:
         """Has servers added and removed by a list, until the engine is closed."""
-
-        pool = self.call(self.pool())
-        # Without a reference to the engine, so that it can be freed.
-        connect = partial(VLLMServer, session=self._sessions[0], connect_timeout_s=self.deadlines.connect_s)
-        asyncio.run_coroutine_threadsafe(discovery.run(pool, connect), self._loop)
+        monitor = self.call(self.monitor())  # it has no reference to the engine, so that it can be freed
+        asyncio.run_coroutine_threadsafe(discovery.run(monitor), self._loop)
 
     @property
-    def up(self) -> tuple[int, list[str]]:
+    def state(self) -> tuple[int, dict[str, bool]]:
         """Arguments of `follow` on the other processes."""
         pool = self.call(self.pool())
-        return pool.version, pool.urls(State.UP)
+        return pool.version, {url: member.state is State.UP for url, member in pool.members.items()}
 
     def drain(self, url: str, draining: bool = True) -> None:
         """Stops or resumes sending candidates to a server. Running candidates continue."""
-        self._in_loop(lambda pool: pool.drain(url, draining))
+        self._in_loop(lambda monitor: monitor.pool.drain(url, draining))
 
-    def add(self, url: str, check: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> T:
+    def add(self, url: str, check: Check) -> None:
         """
-        Adds a server and returns the result of `check`. The server is used once it has the current weights, see
-        `join`. Raises [`ConfigurationError`] if it is one of the servers already, or the exception of `check`.
+        Adds a server, see [`Monitor.admit`]. Raises [`ConfigurationError`] if it is one of the servers already, or
+        the exception of `check`.
         """
         if url in self.base_urls:
             raise ConfigurationError(f"`url` ({url!r}) must not be one of the servers already. Use another address.")
 
-        async def run() -> T:
-            pool = await self.pool()
-            server = self._connect(url)
-            answer = await check(server)
-            pool.add(url, server)
-            return answer
+        async def join() -> None:
+            await (await self.monitor()).admit(url, check)
 
-        return self.call(run())
+        self.call(join())
 
     def remove(self, url: str) -> None:
         """
@@ -218,11 +205,17 @@ class VLLMServerEngine:
             raise ConfigurationError(
                 f"`url` ({url!r}) must be one of several servers. This run has {', '.join(map(repr, self.base_urls))}."
             )
-        self._in_loop(lambda pool: pool.remove(url))
 
-    def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
+        async def leave() -> None:
+            monitor = await self.monitor()
+            async with monitor.pool.updating:  # an update looks its servers up until its end
+                monitor.remove(url)
+
+        self.call(leave())
+
+    def _in_loop(self, act: Callable[[Monitor], None]) -> None:
         async def run() -> None:
-            act(await self.pool())
+            act(await self.monitor())
 
         self.call(run())
 
@@ -242,15 +235,18 @@ class VLLMServerEngine:
 
     async def pool(self) -> ServerPool:
         """Returns the pool of servers. Must be called in the loop."""
-        if self._pool is None:
+        return (await self.monitor()).pool
+
+    async def monitor(self) -> Monitor:
+        """Returns the monitor of the servers. Must be called in the loop."""
+        if self._monitor is None:
             session = new_session(self._api_key)
             self._sessions.append(session)
-            servers = {url: self._connect(url) for url in self._urls}
-            self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._options)
-        return self._pool
-
-    def _connect(self, url: str) -> VLLMServer:
-        return VLLMServer(url, self._sessions[0], self.deadlines.connect_s)
+            connect = partial(VLLMServer, session=session, connect_timeout_s=self.deadlines.connect_s)
+            of_pool, of_monitor = self._options
+            pool = ServerPool({url: connect(url) for url in self._urls}, max_open_files(), *of_pool)
+            self._monitor = Monitor(pool, connect, self.deadlines, *of_monitor)
+        return self._monitor
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the engine's loop, and waits for it."""

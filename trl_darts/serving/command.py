@@ -8,8 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..engines.addresses import API_KEY_VARIABLE
-from ..engines.keys import key_path
+from ..engines.addresses import API_KEY_VARIABLE, key_path
 from ..engines.server_list import RAY_PREFIX
 from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..engines.keys import publish, withdraw
+from ..engines.addresses import publish, withdraw
 from ..errors import ConfigurationError
 from .build import VLLMBuild, find_build
 from .command import make_commands

@@ -68,7 +68,6 @@ class FleetVLLMClient:
         device: torch.device | str = "cpu",
         group_port: int = GROUP_PORT,
         timeout_s: float = 240.0,
-        api_key: str | None = None,
     ) -> None:
         self.num_bytes = 0  # of the last sync: sent to all servers in total, or written
         self._engine = engine
@@ -80,7 +79,6 @@ class FleetVLLMClient:
         self._device = device
         self._group_port = group_port
         self._timeout_s = timeout_s
-        self._api_key = api_key
         self._groups: dict[str, WeightGroup] = {}
 
     @property
@@ -89,21 +87,15 @@ class FleetVLLMClient:
 
     def get_server_info(self) -> dict[str, Any]:
         """Returns the first server's configuration, for TRL."""
-        return BlockingVLLMClient(self.base_urls[0], self._api_key).get_server_info()
+        return BlockingVLLMClient(self._engine, self.base_urls[0]).get_server_info()
 
     def init_communicator(self) -> None:
         """Forms one NCCL group per server, or checks that each can read the files."""
-        for url in self.base_urls:
-            self.admit(url, self._dtype)
         if self._directory is None:
             self._engine.call(self._form_groups())
-
-    def admit(self, url: str, dtype: torch.dtype | None) -> None:
-        """Raises if a server can't read the files. If its dtype differs, weights are sent in the trainer's dtype."""
-        if self._directory is not None:
+            return
+        for url in self.base_urls:
             self._directory.check_server(url)
-        if dtype != self._dtype:
-            self._dtype = None
 
     def leave(self, url: str) -> None:
         """Leaves a server's group."""
@@ -239,7 +231,7 @@ class FleetVLLMClient:
         self, prompts: list[Any], features: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, list[Any] | None]:
         """Generates as TRL's client does, with an equal share of the prompts on each server."""
-        clients = [BlockingVLLMClient(url, self._api_key) for url in self._urls_up]
+        clients = [BlockingVLLMClient(self._engine, url) for url in self._urls_up]
         share = -(-len(prompts) // len(clients))
         starts = range(0, len(prompts), max(share, 1))
 
@@ -256,7 +248,7 @@ class FleetVLLMClient:
 
     def image_features(self, images: list[Any]) -> list[dict[str, Any] | None]:
         """Returns image features for [`~FleetVLLMClient.generate`]."""
-        return image_features(self._urls_up, self._api_key, images)
+        return image_features(self._engine, self._urls_up, images)
 
     @property
     def _urls_up(self) -> list[str]:

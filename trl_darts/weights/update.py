@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..engines.pool import Member, State, shows_weights
+from ..engines.monitor import shows_weights
+from ..engines.pool import Member, State
 from ..errors import WeightSyncError
 from . import calls
 

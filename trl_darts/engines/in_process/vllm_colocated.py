@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from ...scheduling import FinishReason
 from ...trl_compat import replaced
 from ..batch import PromptBatch
-from ..seeds import RolloutSeed
+from ..sampling import RolloutSeed
 from .hf_generate import PROGRESS_INTERVAL
 from .share import Share, Slot
 

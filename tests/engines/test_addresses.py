@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, fake_server
-from trl_darts.engines.keys import key_of, key_path, publish, published, withdraw
+from trl_darts.engines.addresses import key_of, key_path, publish, published, withdraw
 from trl_darts.engines.vllm_api import ServerRefusedError, VLLMServer, new_session
 from trl_darts.errors import ConfigurationError
 
