@@ -147,7 +147,11 @@ def test_from_a_checkpoint_of_trl(model_dir, tmp_path, name, step):
     second = build(model_dir, tmp_path / "ours", save_strategy="no", **fields)
     seen = watch(second)
     second.train(resume_from_checkpoint=str(tmp_path / "trl" / f"checkpoint-{step}"))
-    waiting = Counter(tuple(ids) for ids in second._batches.prompt_ids.values()) if second._batches else Counter()
+    waiting = (
+        Counter(tuple(entry.tokens) for entry in second._batches.buffer.entries.values())
+        if second._batches
+        else Counter()
+    )
     trained = before + counts(seen) + Counter({prompt: 4 * count for prompt, count in waiting.items()})
     missing = 40 - sum(trained.values()) // 4  # groups of filler rows whose prompts were not pulled
     assert missing == 0 or name == "default"

@@ -12,7 +12,9 @@ import torch
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.buffer.buffer import BufferEntry, SampledCandidate
 from trl_darts.buffer.scores import GroupScores
+from trl_darts.scheduling import PartialCandidate, PromptInfo
 from trl_darts.testing import stub_servers
 
 
@@ -166,15 +168,24 @@ def test_rows_are_trained_on_with_the_prompts_that_were_decoded(model_dir, tmp_p
     assert len(told) == (name != "loader")  # which decodes what TRL hands out
 
 
+def entry_of(number: int) -> BufferEntry:
+    """A complete prompt with two rows of one token."""
+    entry = BufferEntry(number, PromptInfo(number, 1))
+    entry.candidates = [SampledCandidate(PartialCandidate([number - 2 + place])) for place in range(2)]
+    return entry
+
+
 @pytest.mark.parametrize("owners", [{}, {3: 1, 5: 1, 7: 1}])
 @pytest.mark.parametrize("index", [0, 1])
 def test_each_process_scores_whole_groups(monkeypatch, index, owners):
     """As many on each, so that a subclass finds the rows of a group together in what all processes gather."""
     main = SimpleNamespace(num_processes=2, index=index, scatter=lambda make: make()[index])
+    entries = {number: entry_of(number) for number in (3, 5, 7)}
     batches = SimpleNamespace(
-        main=main, num_generations=2, complete=lambda: {3: [[1], [2]], 5: [[3], [4]], 7: [[5], [6]]}
+        main=main, num_generations=2, unscored=lambda: list(entries.values()), entry=entries.__getitem__
     )
-    scores = GroupScores(None, batches, None, lambda: owners)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(reward_weights=torch.ones(1), multi_objective_aggregation="sum_then_normalize")
+    scores = GroupScores(trainer, batches, None, lambda: owners)  # type: ignore[arg-type]
     scored: list[tuple[int, int]] = []
 
     def score(share: Any) -> Any:
@@ -183,7 +194,8 @@ def test_each_process_scores_whole_groups(monkeypatch, index, owners):
         return torch.arange(2.0 * len(share.rows))[:, None], {}
 
     monkeypatch.setattr(scores, "_score", score)
-    assert sorted(scores._score_new()) == [3, 5, 7]
+    scores._score_new()
+    assert all(entry.score is not None for entry in entries.values())
     assert [entry_id for entry_id, _ in scored[::2]] == [entry_id for entry_id, _ in scored[1::2]]
     assert [place for _, place in scored] == [0, 1] * (len(scored) // 2)
     assert len(scored) == (6 if owners else 4)

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,19 +12,24 @@ from hypothesis import strategies as st
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.buffer.buffer import Lifecycle
 from trl_darts.buffer.checkpoint import at_rest, dump, load
-from trl_darts.buffer.rounds import Informative, InOrder, PartialRollout, Sorted, TailBatching, num_likely_enough
+from trl_darts.buffer.rounds import Ahead, DynamicSampling, PartialRollout, Sorted, TailBatching, num_likely_enough
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
 
 
 M = 2
 POLICIES = st.one_of(
-    st.builds(InOrder, st.integers(1, 3)),
-    st.builds(Informative, st.integers(1, 3), st.sampled_from([1.5, 4.0])),
+    st.builds(Ahead, st.integers(1, 3)),
+    st.builds(DynamicSampling, st.integers(1, 3), st.sampled_from([1.5, 4.0])),
     st.builds(TailBatching, st.integers(1, 3), st.sampled_from([1.25, 2.0])),
     st.builds(PartialRollout, st.integers(1, 3), st.sampled_from([1.5, 3.0]), st.integers(1, 3)),
     st.builds(Sorted, st.integers(1, 3), st.integers(2, 3), st.booleans()),
 )
+
+
+def enter(policy, buffer, prompts) -> None:
+    for prompt in prompts:
+        policy.enter(buffer, prompt, {}, [])
 
 
 class Training:
@@ -31,7 +37,7 @@ class Training:
 
     def __init__(self, policy, num_batches: int, seed: int, selection: str = "all") -> None:
         loader = "grpo" if selection == "all" else "darts"
-        schedule = {InOrder: loader, Informative: loader, TailBatching: "tail_batching", Sorted: "sorted"}.get(
+        schedule = {Ahead: loader, DynamicSampling: loader, TailBatching: "tail_batching", Sorted: "sorted"}.get(
             type(policy), "partial_rollout"
         )
         self.settings = ScheduleSettings(schedule, num_generations=M, selection=selection)
@@ -46,17 +52,17 @@ class Training:
 
     def step(self) -> list:
         while self.policy.lacking(self.buffer) and self.loader:
-            self.buffer.enter(self.loader.pop(0))
+            enter(self.policy, self.buffer, self.loader.pop(0))
         plan = self.policy.next(self.buffer)
         result = None
         if plan.entries:
-            _, plans = self.buffer.begin(plan, M, self.admission)
+            _, plans = self.policy.begin(self.buffer, plan, M, self.admission)
             scheduler = Scheduler(self.settings.policies(batch_stop=plan.batch_stop), M)
             ChaosEngine(self.seed + self.version, num_engines=2).run(scheduler, plans)
             result = scheduler.result()
         dropped = self.buffer.absorb(plan, result, self.version)
         self.version += 1
-        self.trained.append(self.buffer.take(plan, len(dropped)))
+        self.trained.append(self.policy.take(self.buffer, plan, len(dropped)))
         return self.trained[-1]
 
     def run(self) -> list:
@@ -122,12 +128,15 @@ def test_restored_as_saved(training, stop_at):
     for _ in range(min(stop_at, len(training.loader))):
         training.step()
     state, arrays = dump(training.buffer)
+    learned = training.policy.state_dict()
     assert all(value.dtype != object for value in arrays.values())
     again = training.policy.buffer()
     load(again, json.loads(json.dumps(state)), arrays)
     assert again.entries == training.buffer.entries
     assert again.num_entered == training.buffer.num_entered
-    other = Training(training.policy, 0, training.seed, training.settings.selection)
+    policy = replace(training.policy)
+    policy.load_state_dict(json.loads(json.dumps(learned)))
+    other = Training(policy, 0, training.seed, training.settings.selection)
     other.buffer, other.loader, other.version = again, list(training.loader), training.version
     other.admission = training.admission
     taken = len(training.trained)
@@ -147,7 +156,7 @@ def test_a_rollout_under_way_is_saved_as_what_was_before_it(training, stop_at):
         training.step()
     plan = training.policy.next(training.buffer)
     before = known()
-    training.buffer.begin(plan, M, training.admission)
+    training.policy.begin(training.buffer, plan, M, training.admission)
     assert known() == before
 
 
@@ -182,8 +191,10 @@ def test_no_new_prompt_before_all_are_used():
 def test_the_oldest_must_finish():
     policy = PartialRollout(1, 3.0, max_age=1)
     buffer = policy.buffer()
-    buffer.enter([PromptInfo(i, 1) for i in range(4)])
-    buffer.begin(policy.next(buffer), M, ScheduleSettings("partial_rollout", num_generations=M).admission(None))
+    enter(policy, buffer, [PromptInfo(i, 1) for i in range(4)])
+    policy.begin(
+        buffer, policy.next(buffer), M, ScheduleSettings("partial_rollout", num_generations=M).admission(None)
+    )
     # One that never got a token too: where room is short, those that are expected to be short come last.
     for entry, state in zip(buffer.select(Lifecycle.IN_FLIGHT), ["partial", "partial", "waiting"], strict=True):
         entry.state, entry.num_deferrals = Lifecycle(state), 1
@@ -200,15 +211,15 @@ def test_dropped_prompts_leave():
     keys = Counter()
     while training.loader or len(training.buffer):
         while training.policy.lacking(training.buffer) and training.loader:
-            training.buffer.enter(training.loader.pop(0))
+            enter(training.policy, training.buffer, training.loader.pop(0))
         plan = training.policy.next(training.buffer)
-        _, plans = training.buffer.begin(plan, M, training.admission)
+        _, plans = training.policy.begin(training.buffer, plan, M, training.admission)
         scheduler = Scheduler(SchedulePolicies(batch_stop=plan.batch_stop), M, drop_failed_groups=True)
         ChaosEngine(rng.randrange(2**32), failure_rate=0.02).run(scheduler, plans)
         if scheduler.error is not None:
             pytest.skip("all were dropped at once")
         dropped = training.buffer.absorb(plan, scheduler.result(), 0)
-        taken = training.buffer.take(plan, len(dropped))
+        taken = training.policy.take(training.buffer, plan, len(dropped))
         keys.update(entry.prompt.key for entry in [*dropped, *taken])
     assert keys == Counter(range(9))
 
@@ -230,19 +241,19 @@ def test_prompts_are_restored_without_their_answers(training, stop_at):
 @given(st.integers(1, 4), st.sampled_from([1.5, 3.0]), st.lists(st.booleans(), max_size=40), st.integers(0, 2**32))
 def test_uniform_groups_leave(size, most, teaches, seed):
     """Each prompt is judged and leaves once; a batch is full, or has taken as many prompts as it may, or all."""
-    training = Training(Informative(size, most), 0, seed)
+    training = Training(DynamicSampling(size, most), 0, seed)
     buffer, waiting = training.buffer, [PromptInfo(key, 3) for key in range(len(teaches))]
     left: list[int] = []
     while waiting or len(buffer):
         sampled: set[int] = set()
         while True:
             num = training.policy.lacking(buffer)
-            buffer.enter(waiting[:num])
+            enter(training.policy, buffer, waiting[:num])
             del waiting[:num]
             plan = training.policy.next(buffer)
             if not plan.entries:
                 break
-            _, plans = buffer.begin(plan, M, training.admission)
+            _, plans = training.policy.begin(buffer, plan, M, training.admission)
             scheduler = Scheduler(SchedulePolicies(batch_stop=plan.batch_stop), M)
             ChaosEngine(seed).run(scheduler, plans)
             buffer.absorb(plan, scheduler.result(), 0)
@@ -250,12 +261,12 @@ def test_uniform_groups_leave(size, most, teaches, seed):
             assert not sampled & judged.keys()
             sampled |= judged.keys()
             uniform = [entry_id for entry_id, key in judged.items() if not teaches[key]]
-            buffer.drop_uniform(uniform, len(judged))
+            training.policy.drop(buffer, uniform, len(judged))
             left += [judged[entry_id] for entry_id in uniform]
         assert len(sampled) <= most * size
-        taken = training.buffer.take(plan)
+        taken = training.policy.take(buffer, plan)
         assert len(taken) == size or len(sampled) == int(most * size) or not waiting
-        assert 0 <= buffer.informative_share <= 1
+        assert 0 <= training.policy.informative_share <= 1
         left += [entry.prompt.key for entry in taken]
     assert Counter(left) == Counter(range(len(teaches)))
 

@@ -5,6 +5,7 @@ scripted answers in virtual time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from datetime import datetime
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
-from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer, Round
+from trl_darts.buffer.buffer import GroupScore, Lifecycle, Round, SampledCandidate
 from trl_darts.buffer.checkpoint import load_rollouts
-from trl_darts.buffer.rounds import MAX_DEFERRALS
+from trl_darts.buffer.deferral import MAX_DEFERRALS, Deferral
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy.audit import BoundedWait
 from trl_darts.policy.deferral import PRIOR_GAIN, PRIOR_GROUPS
-from trl_darts.scheduling import Admission, PromptInfo
+from trl_darts.scheduling import Admission, PartialCandidate, PromptInfo
 from trl_darts.scheduling.schedule_fields import GUARD_EVERY
 from trl_darts.testing import stub_servers
 
@@ -75,7 +77,7 @@ def test_trained_once(model_dir, tmp_path, ahead, passes):
         rows.update(row["prompt"] for row, weight in zip(batch["inputs"], weights, strict=True) if weight)
     assert not any(count % 4 for count in rows.values())
     trained = Counter({prompt: count // 4 for prompt, count in rows.items()})
-    waiting = Counter(trainer._batches.rows[i]["prompt"] for i in trainer._batches.buffer.entries)
+    waiting = Counter(entry.row["prompt"] for entry in trainer._batches.buffer.entries.values())
     seen, num_left = trained + waiting, 4 * (10 * passes - trainer._batches.feed.num_pulled)
     assert max(seen.values()) == passes
     assert sum(seen.values()) + num_left == passes * NUM_PROMPTS
@@ -111,7 +113,7 @@ def test_a_long_round_before_any_short_one_tells_nothing_of_prompts(model_dir, t
     """What a short round would have kept is not known yet, so that any spread of rewards would count as a gain."""
     trainer = deferring_trainer(model_dir, tmp_path, max_steps=1)
     trainer.train()
-    learned = trainer._batches.buffer.long_rewards
+    learned = trainer._batches.policy.learned
     assert learned.cut_off_share == 0.0
     assert not learned.by_prompt
     assert (learned.num_groups, learned.total_gain) == (PRIOR_GROUPS, PRIOR_GAIN)
@@ -221,7 +223,7 @@ def test_audited_prompts_are_sampled_twice_and_trained_on_once(model_dir, tmp_pa
     assert set(trained.values()) == {4}
     buffer = trainer._batches.buffer
     assert buffer.num_entered > NUM_PROMPTS
-    waiting = {trainer._batches.rows[i]["prompt"] for i in buffer.entries}
+    waiting = {entry.row["prompt"] for entry in buffer.entries.values()}
     assert not set(trained) & waiting
     assert len(trained) + len(waiting) == NUM_PROMPTS
 
@@ -255,29 +257,37 @@ class Budgets:
 @given(st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.integers(1, 500)), min_size=1, max_size=12))
 def test_audited_prompts_are_compared_with_the_short_round_in_which_they_entered(rounds):
     """Its end, and as many candidates as it would have sampled. Long rounds and later ones change neither."""
-    buffer, budgets, expected = RolloutBuffer(keeps_tokens=False, audit_share=0.5), Budgets(), {}
+    policy = Deferral(4, BoundedWait(4, 1, math.inf), defers=False, audit_share=0.5)
+    buffer, budgets, counts, lengths = policy.buffer(), Budgets(), {}, {}
     for num_prompts, is_long, length in rounds:
-        buffer.enter([PromptInfo(key, 3) for key in range(num_prompts)])
+        for key in range(num_prompts):
+            policy.enter(buffer, PromptInfo(key, 3), {}, [])
         entries = [entry for entry in buffer.select(Lifecycle.WAITING) if not entry.num_deferrals]
-        buffer.begin(Round(entries, 4, len(entries), long=is_long), 4, budgets)
+        plan = Round(entries, 4, len(entries), long=is_long)
+        policy.begin(buffer, plan, 4, budgets)
         if not is_long:
-            buffer.end_short(length)
-            seconds = [entry for entry in buffer.entries.values() if entry.audit_of is not None]
-            for entry in seconds:
-                expected.setdefault(entry.entry_id, (budgets.num_calls, length))
+            for entry in entries:
+                entry.candidates = [SampledCandidate(PartialCandidate([5] * length))]
+                entry.score = GroupScore(None, {}, [0.0], True)
+            policy.judge(buffer, plan, is_last=False)
+            for entry_id in [entry.entry_id for entry in buffer.entries.values() if entry.audit_of is not None]:
+                counts.setdefault(entry_id, budgets.num_calls)
+                if entries:  # a round of audited prompts alone has no end
+                    lengths.setdefault(entry_id, length)
     for entry in buffer.entries.values():
-        assert (entry.num_usual, entry.usual_length) == expected.get(entry.entry_id, (0, 0.0))
+        assert entry.num_usual == counts.get(entry.entry_id, 0)
+        assert entry.usual_length == lengths.get(entry.entry_id, 0.0)
 
 
 def test_audits_survive_a_checkpoint(model_dir, tmp_path):
     trainer = audited_trainer(model_dir, tmp_path, max_steps=20, save_strategy="steps", save_steps=20)
     trainer.train()
-    audits = trainer._batches.buffer.audits
+    audits = trainer._batches.policy.audits
     assert audits.groups
     again = audited_trainer(model_dir, tmp_path, max_steps=21)
     again.get_train_dataloader()
     load_rollouts(again._state_callback._rollouts, tmp_path / "checkpoint-20", step=20, skips=True)
-    assert again._batches.buffer.audits == audits
+    assert again._batches.policy.audits == audits
     assert again._batches.buffer.entries.keys() == trainer._batches.buffer.entries.keys()
 
 
@@ -285,17 +295,16 @@ def test_an_audited_prompt_that_is_rejected_leaves(model_dir, tmp_path):
     """Neither its second sample nor its rows stay behind."""
     trainer = audited_trainer(model_dir, tmp_path, max_steps=1)
     batches = trainer._batches
-    ids = batches.buffer.enter([PromptInfo(key, 3) for key in range(30)])
-    second = batches.buffer.second_samples(ids)
-    assert second
-    first = second[0].audit_of
-    del batches.buffer.entries[first]  # dropped
-    batches._round = Round([second[0]], 1, 1, long=True)
-    second[0].state = Lifecycle.COMPLETE
-    second[0].num_usual, second[0].usual_length = 4, 10.0
-    settled = batches.settle(lambda entry_id: [1.0] * 4, lambda *_: True)
-    assert batches.buffer.audits.groups == []
-    assert settled.num_scored == 0
+    policy, buffer = batches.policy, batches.buffer
+    for key in range(30):
+        policy.enter(buffer, PromptInfo(key, 3), {}, [])
+    second = next(entry for entry in buffer.entries.values() if entry.audit_of is not None)
+    buffer.remove([second.audit_of])  # dropped
+    second.state, second.score = Lifecycle.COMPLETE, GroupScore(None, {}, [1.0] * 4, True)
+    second.num_usual, second.usual_length = 4, 10.0
+    outcome = policy.judge(buffer, Round([second], 1, 1, long=True), is_last=False)
+    assert policy.audits.groups == []
+    assert outcome.counts["darts/deferral/sampled"] == 0
 
 
 def test_answers_that_are_cut_off_make_one_warning(model_dir, tmp_path, caplog):

@@ -157,7 +157,7 @@ def test_every_prompt_is_trained_on_once(model_dir, tmp_path, monkeypatch, capsy
     for batch in trained:
         is_filler = batch["completion_mask"].sum(1) == 0
         rows.update(row["prompt"] for row, filler in zip(batch["inputs"], is_filler, strict=True) if not filler)
-    waiting = [row["prompt"] for row in second._batches.rows.values()]  # that filler rows stand for
+    waiting = [entry.row["prompt"] for entry in second._batches.buffer.entries.values()]  # that filler rows stand for
     rows.update(2 * waiting)
     assert second.state.global_step == len(trained) == 4
     assert rows == dict.fromkeys(prompts["prompt"], 4)  # two epochs of two rows each

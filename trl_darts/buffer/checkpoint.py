@@ -6,7 +6,7 @@ State that does not depend on a setting survives its change; other state is drop
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from ..engines.main_process import MainProcess
-from ..scheduling import FinishReason, PartialCandidate, PromptInfo, prompt_key
+from ..scheduling import FinishReason, PartialCandidate, PromptInfo
 from ..training.resume import BUFFER_FILE
 from .batches import BufferedBatches
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate, begin_again
@@ -74,9 +74,8 @@ def save_rollouts(rollouts: Rollouts, directory: Path, has_batch: bool) -> None:
     }
     arrays: dict[str, NDArray[Any]] = {}
     if rollouts.batches is not None:
-        buffer, prompts = _rest(rollouts.batches, num_finished * loop.repeats)
-        own, arrays = dump(buffer)
-        state |= {**own, "prompts": prompts}
+        own, arrays = dump(_rest(rollouts.batches, num_finished * loop.repeats))
+        state |= {**own, "learned": rollouts.batches.policy.state_dict()}
     text = np.frombuffer(encode(state), np.uint8)
     np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=text, **arrays)
 
@@ -161,23 +160,22 @@ def _load_buffer(
     saved, own = state["of_candidates"], rollouts.settings(OF_CANDIDATES)
     changed = next((name for name in own if own[name] != saved[name]), None)
     load(batches.buffer, state, arrays, keeps_candidates=changed is None)
+    batches.policy.load_state_dict(state["learned"])
     if changed is not None and len(arrays["tokens"]):
         logger.warning(
             f"`{changed}` ({own[changed]!r}) was {saved[changed]!r} before {directory}: the answers in its rollout "
             "buffer are dropped, and their prompts are sampled again."
         )
-    for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
-        batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
     audits = [i for i, entry in batches.buffer.entries.items() if entry.audit_of is not None]
-    batches.forget([] if rollouts.args.settles_groups else audits)
+    batches.buffer.remove([] if rollouts.args.settles_groups else audits)
     columns = state["columns"], rollouts.columns
-    if columns[0] == columns[1] or None in columns or not batches.rows:
+    if columns[0] == columns[1] or None in columns or not len(batches.buffer):
         return False
     logger.warning(
         f"The data set has the columns {', '.join(rollouts.columns or ())}, and had {', '.join(state['columns'])} "
-        f"before {directory}: {len(batches.rows)} prompts in its rollout buffer are dropped."
+        f"before {directory}: {len(batches.buffer)} prompts in its rollout buffer are dropped."
     )
-    batches.forget(list(batches.rows))
+    batches.buffer.remove(list(batches.buffer.entries))
     return True
 
 
@@ -189,19 +187,15 @@ def known_columns(dataset: Any) -> list[str] | None:
     return sorted(names) if isinstance(names, list) else None
 
 
-def _rest(batches: BufferedBatches, num_items: int) -> tuple[RolloutBuffer, list[Any]]:
+def _rest(batches: BufferedBatches, num_items: int) -> RolloutBuffer:
     """Returns the prompts that a run has to train on after the first `num_items` of the loop, in a buffer."""
     buffer = batches.policy.buffer()
-    prompts = {i: (batches.rows[i], batches.prompt_ids[i]) for i in batches.buffer.entries}
     entries = {i: at_rest(entry) for i, entry in batches.buffer.entries.items()}
-    for entry_id, (row, tokens) in batches.unfinished(num_items).items():
-        prompts[entry_id] = row, tokens
-        entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))
+    for entry in batches.unfinished(num_items):
+        entries[entry.entry_id] = BufferEntry(entry.entry_id, entry.prompt, entry.row, entry.tokens)
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered
-    buffer.informative_share = batches.buffer.informative_share
-    buffer.long_rewards, buffer.audits = batches.buffer.long_rewards, batches.buffer.audits
-    return buffer, [prompts[entry_id] for entry_id in buffer.entries]
+    return buffer
 
 
 def at_rest(entry: BufferEntry) -> BufferEntry:
@@ -230,13 +224,13 @@ def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]
         "tokens": np.array([token for c in candidates for token in c.tokens], np.int64),
         "logprobs": np.array([value for c in candidates for value in c.logprobs or ()], np.float64),
     }
-    entries = [
-        {**asdict(replace(entry, candidates=[])), "candidates": [_as_json(c) for c in entry.candidates]}
-        for entry in buffer.entries.values()
-    ]
-    own = {name: getattr(buffer, name) for name in ("num_entered", "informative_share")}
-    learned = {"long_rewards": buffer.long_rewards.state_dict(), "audits": buffer.audits.state_dict()}
-    return {**own, **learned, "entries": entries}, arrays
+    return {"num_entered": buffer.num_entered, "entries": [_saved(entry) for entry in buffer.entries.values()]}, arrays
+
+
+def _saved(entry: BufferEntry) -> dict[str, Any]:
+    """An entry without its scores: rewards are computed again after a resume."""
+    own = {own.name: getattr(entry, own.name) for own in fields(entry) if own.name != "score"}
+    return own | {"prompt": asdict(entry.prompt), "candidates": [_as_json(c) for c in entry.candidates]}
 
 
 def load(
@@ -248,9 +242,6 @@ def load(
     """Restores what [`dump`] returned into an empty buffer, with or without what was sampled."""
     tokens, logprobs = (iter(arrays[name].tolist()) for name in ("tokens", "logprobs"))
     buffer.num_entered, buffer.entries = state["num_entered"], {}
-    buffer.informative_share = state["informative_share"]
-    buffer.long_rewards.load_state_dict(state["long_rewards"])
-    buffer.audits.load_state_dict(state["audits"])
     for saved in state["entries"]:
         entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
         entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]

@@ -12,43 +12,26 @@ the loader's, and any with `rollout_ahead` or `drop_uniform_groups`.
 | partial rollout | N', those in flight first | the first N, and those that are too old | go on with their tokens |
 | sorted | n·N, no new ones until all are used | the first N | begin anew, or go on with their tokens |
 
-All read the buffer alone and keep no state of their own: a restored buffer goes on as the saved one would have.
+A policy owns what it learns, and `state_dict` has it: a restored one goes on as the saved one would have. Groups that
+wait for long rounds are in `deferral.py`.
 """
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from ..policy.audit import BoundedWait
 from ..scheduling import ScheduleSettings
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
+from .deferral import Deferral
+from .round_policy import Outcome, RoundPolicy
 
 
-# Batches that a deferred prompt waits for at most, before its long round is filled up with other prompts.
-MAX_DEFERRALS = 40
+SHARE_EMA = 0.98  # of `informative_share`, per group: half of it is of the last 34
 
 
-@dataclass(frozen=True)
-class RoundPolicy(ABC):
-    """Which prompts go into the next rollout?"""
-
-    num_groups: int  # N, prompts per batch
-
-    def buffer(self) -> RolloutBuffer:
-        """An empty buffer that keeps what this policy needs."""
-        return RolloutBuffer(keeps_tokens=False)
-
-    @abstractmethod
-    def lacking(self, buffer: RolloutBuffer) -> int:
-        """How many more prompts it wants from the loader before the next round."""
-
-    @abstractmethod
-    def next(self, buffer: RolloutBuffer) -> Round:
-        """The next round. Called with as many prompts as `lacking` asked for, or with all that are left."""
-
-
-@dataclass(frozen=True)
-class InOrder(RoundPolicy):
+@dataclass
+class Ahead(RoundPolicy):
     """The loader's batches, one after the other, for `rollout_ahead`."""
 
     def lacking(self, buffer: RolloutBuffer) -> int:
@@ -59,9 +42,12 @@ class InOrder(RoundPolicy):
         return Round(entries, self.num_groups, len(entries))
 
 
-@dataclass(frozen=True)
-class Steady(RoundPolicy):
+@dataclass
+class ContinuousRounds(RoundPolicy):
     """As many prompts under way as may be, for `rollout_ahead="continuous"`."""
+
+    # At any other time than a batch is taken, no prompt is in flight.
+    shown_states: ClassVar[tuple[str, ...]] = ("waiting", "in_flight")
 
     num_under_way: int
 
@@ -74,14 +60,18 @@ class Steady(RoundPolicy):
         return Round(entries, self.num_groups, len(entries))
 
 
-@dataclass(frozen=True)
-class Informative(RoundPolicy):
+@dataclass
+class DynamicSampling(RoundPolicy):
     """
-    Dynamic sampling (DAPO, Section 3.2): groups whose rewards are all equal leave, and further prompts come in their
-    place. A batch takes several rounds where too many left; each starts as many prompts as are likely to be enough.
+    Groups whose rewards are all equal leave, and further prompts come in their place (DAPO, Section 3.2). A batch
+    takes several rounds where too many left; each starts as many prompts as are likely to be enough.
     """
 
+    scores_first: ClassVar[bool] = True
+
     max_oversampling: float  # prompts sampled for a batch, over N, at most
+    num_uniform: int = field(default=0, init=False)  # prompts of the batch to come that have left for their rewards
+    informative_share: float = field(default=1.0, init=False)  # of the latest groups, those with a spread of rewards
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         return max(0, self._num_started(buffer) - len(buffer.select(Lifecycle.WAITING)))
@@ -93,67 +83,49 @@ class Informative(RoundPolicy):
     def _num_started(self, buffer: RolloutBuffer) -> int:
         num_complete = len(buffer.select(Lifecycle.COMPLETE))
         missing = max(0, self.num_groups - num_complete)
-        likely = num_likely_enough(missing, max(buffer.informative_share, 1 / self.max_oversampling))
-        left = math.floor(self.max_oversampling * self.num_groups) - buffer.num_uniform - num_complete
+        likely = num_likely_enough(missing, max(self.informative_share, 1 / self.max_oversampling))
+        left = math.floor(self.max_oversampling * self.num_groups) - self.num_uniform - num_complete
         return max(0, min(likely, left))
 
+    def judge(self, buffer: RolloutBuffer, plan: Round, is_last: bool) -> Outcome:
+        done = [entry for entry in plan.entries if entry.score is not None]
+        if not done:
+            return Outcome()
+        uniform = [entry.entry_id for entry in done if entry.score and entry.score.is_uniform]
+        self.drop(buffer, uniform, len(done))
+        counts = {
+            "darts/uniform/rounds": 1,
+            "darts/uniform/sampled": len(done),
+            "darts/uniform/dropped": len(uniform),
+        }
+        return Outcome(uniform, counts)
 
-@dataclass(frozen=True)
-class Settled(RoundPolicy):
-    """
-    Short rounds whose unsettled groups wait for a long round, see [`~trl_darts.policy.deferral.LongRewards`]. A batch
-    takes the settled groups of one round, and of further rounds only if it has none; filler rows stand for the others.
-    While too many answers never end, all rounds are long. Audited prompts wait for a long round too, which samples
-    them twice.
-    """
+    def drop(self, buffer: RolloutBuffer, entry_ids: Sequence[int], num_scored: int) -> None:
+        """Removes what teaches nothing, of so many complete prompts whose rewards are known now."""
+        buffer.remove(entry_ids)
+        self.num_uniform += len(entry_ids)
+        weight = SHARE_EMA**num_scored
+        self.informative_share = weight * self.informative_share + (1 - weight) * (1 - len(entry_ids) / num_scored)
 
-    wait: BoundedWait
-    defers: bool = True
-    audit_share: float = 0.0
+    def keep(self, buffer: RolloutBuffer, surplus: Sequence[BufferEntry]) -> None:
+        super().keep(buffer, surplus)
+        self.num_uniform = 0
 
-    def buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(keeps_tokens=False, keeps_surplus=True, audit_share=self.audit_share)
+    def none_left(self, num_dropped: int) -> str:
+        return (
+            f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_dropped + self.num_uniform} prompts "
+            "that were sampled for this batch, none has rewards with a spread. Look at the rewards: a function that "
+            "gives every answer the same teaches nothing. Or raise `max_prompt_oversampling`."
+        )
 
-    def lacking(self, buffer: RolloutBuffer) -> int:
-        new, deferred = _by_age(buffer)
-        if self._is_over(buffer):
-            return 0
-        if self._is_long(deferred):
-            return max(0, self.num_groups - len(deferred) - len(new))
-        return max(0, self._num_started(buffer) - len(new))
+    def state_dict(self) -> dict[str, Any]:
+        return {"informative_share": self.informative_share}
 
-    def next(self, buffer: RolloutBuffer) -> Round:
-        """At the end of the training, deferred prompts fill up the last batches."""
-        new, deferred = _by_age(buffer)
-        size = self.num_groups
-        if self._is_over(buffer):
-            return Round([], size, 0)
-        if self._is_long(deferred) or len(new) < size - len(buffer.select(Lifecycle.COMPLETE)):
-            entries = (deferred + new)[:size]
-            entries += buffer.second_samples(entry.entry_id for entry in entries)
-            return Round(entries, size, len(entries), long=True)
-        entries = new[: self._num_started(buffer)]
-        return Round(entries, size, len(entries), long=self._waits_for_all(buffer))
-
-    def _waits_for_all(self, buffer: RolloutBuffer) -> bool:
-        return self.defers and buffer.long_rewards.waits_for_all
-
-    def _is_over(self, buffer: RolloutBuffer) -> bool:
-        """Whether the batch can be taken without another round."""
-        num_complete = len(buffer.select(Lifecycle.COMPLETE))
-        return num_complete >= self.num_groups or (buffer.num_rounds > 0 and num_complete > 0)
-
-    def _is_long(self, deferred: list[BufferEntry]) -> bool:
-        return len(deferred) >= self.num_groups or any(e.num_deferrals > MAX_DEFERRALS for e in deferred)
-
-    def _num_started(self, buffer: RolloutBuffer) -> int:
-        missing = self.num_groups - len(buffer.select(Lifecycle.COMPLETE))
-        if not self.defers or self._waits_for_all(buffer):
-            return missing
-        return buffer.long_rewards.num_started(missing)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.informative_share = state.get("informative_share", self.informative_share)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TailBatching(RoundPolicy):
     """
     Short rounds that leave their slowest prompts to a long one (RollPacker;
@@ -161,17 +133,19 @@ class TailBatching(RoundPolicy):
     deferred is thrown away.
     """
 
+    has_long_rounds: ClassVar[bool] = True
+
     oversampling: float  # N' / N of short rounds, above 1
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """Up to N' that were never deferred; none before a long round."""
-        new, deferred = _by_age(buffer)
+        new, deferred = buffer.by_age()
         size = self.num_groups
         return 0 if len(deferred) >= size else max(0, _num_started(self.oversampling, size) - len(new))
 
     def next(self, buffer: RolloutBuffer) -> Round:
         """A long round once N are deferred. At the end of an epoch, deferred ones fill up the last batches."""
-        new, deferred = _by_age(buffer)
+        new, deferred = buffer.by_age()
         size = self.num_groups
         if len(deferred) >= size:
             return Round(deferred[:size], size, size, long=True)
@@ -180,7 +154,7 @@ class TailBatching(RoundPolicy):
         return Round(entries, size, min(size, len(entries)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartialRollout(RoundPolicy):
     """
     A constant number of prompts in flight; what is unfinished when the batch is ready goes on in the next rollout,
@@ -208,7 +182,7 @@ class PartialRollout(RoundPolicy):
         return Round(entries, self.num_groups, min(missing, len(entries)), must_finish=old)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sorted(RoundPolicy):
     """
     SortedRL: n batches of prompts enter together, and each optimizer step takes those that finish first (SortedRL,
@@ -220,8 +194,11 @@ class Sorted(RoundPolicy):
     keeps_tokens: bool
 
     def buffer(self) -> RolloutBuffer:
-        """The shortest complete prompts are trained on first."""
-        return RolloutBuffer(self.keeps_tokens, lambda entry: entry.mean_length)
+        return RolloutBuffer(self.keeps_tokens)
+
+    def order(self, entry: BufferEntry) -> float:
+        """The shortest are trained on first."""
+        return entry.mean_length
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """n batches once all are used; before that, none."""
@@ -263,13 +240,8 @@ def num_likely_enough(num_groups: int, share: float) -> int:
     return round(((deviation + math.sqrt(deviation**2 + 4 * share * num_groups)) / (2 * share)) ** 2)
 
 
-def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:
-    waiting = [entry for entry in buffer.select(Lifecycle.WAITING) if entry.audit_of is None]
-    return [e for e in waiting if not e.num_deferrals], [e for e in waiting if e.num_deferrals]
-
-
 def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | None:
-    """The policy of a schedule, for batches of `num_groups` prompts; `None` where batches are the loader's."""
+    """Returns the policy of a schedule, for batches of `num_groups` prompts; `None` where batches are the loader's."""
     if settings.schedule == "tail_batching":
         return TailBatching(num_groups, settings.prompt_oversampling or 0.0)
     if settings.schedule == "partial_rollout":
@@ -277,9 +249,9 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
     if settings.settles_groups:
-        return Settled(num_groups, settings.bounded_wait, settings.defers_groups, settings.audit_share)
+        return Deferral(num_groups, settings.bounded_wait, settings.defers_groups, settings.audit_share)
     if settings.is_continuous:
-        return Steady(num_groups, settings.num_under_way(num_groups))
+        return ContinuousRounds(num_groups, settings.num_under_way(num_groups))
     if settings.drop_uniform_groups:
-        return Informative(num_groups, settings.max_prompt_oversampling or 0.0)
-    return InOrder(num_groups) if settings.rollout_ahead else None
+        return DynamicSampling(num_groups, settings.max_prompt_oversampling or 0.0)
+    return Ahead(num_groups) if settings.rollout_ahead else None

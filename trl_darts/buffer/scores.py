@@ -15,15 +15,7 @@ from accelerate.utils import gather_object
 from ..training.rows import Tokens, total_rewards
 from ..trl_compat import replaced
 from .batches import BufferedBatches
-from .rounds import Informative
-
-
-@dataclass
-class GroupScore:
-    """Rewards of a group's rows, of shape `(M, F)`, and what reward functions logged for them, by column."""
-
-    rewards: torch.Tensor
-    extra: dict[str, list[Any]]
+from .buffer import GroupScore
 
 
 @dataclass
@@ -56,90 +48,60 @@ class GroupScores:
         self.batches = batches
         self._decode = decode
         self._owners = owners
-        self._scores: dict[int, GroupScore] = {}  # by entry ID
-        self._scored: dict[int, list[list[int]]] = {}  # the rows that they are of, on the main process
-        self._metrics: Counter[str] = Counter()
-        self._audits: dict[str, float] = {}  # estimates so far
+        self._counts: Counter[str] = Counter()
+        self._estimates: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Begins a training, whose prompts may have the same IDs again."""
-        self._scores.clear()
-        self._scored.clear()
-        self._metrics.clear()
+        """Begins a training."""
+        self._counts.clear()
 
-    def drop_uniform(self) -> None:
-        """Scores what the last round completed. Groups without a spread leave the buffer."""
-        if not (new := self._score_new()):
-            return
-        uniform = [entry_id for entry_id in new if self._is_uniform(self._scores[entry_id].rewards)]
-        for entry_id in uniform:
-            del self._scores[entry_id]
-        self.batches.drop_uniform(uniform, len(new))
-        self._metrics["darts/uniform/rounds"] += 1
-        self._metrics["darts/uniform/sampled"] += len(new)
-        self._metrics["darts/uniform/dropped"] += len(uniform)
-
-    def settle(self, is_last: bool) -> None:
-        """Scores what the last round completed. Unsettled groups wait for a long round, but not in the last batch."""
+    def judge(self, is_last: bool) -> None:
+        """Scores what the last round completed. The policy decides which groups leave, or wait for a long round."""
         self._score_new()
-
-        def is_uniform(entry_id: int) -> bool:
-            return self._is_uniform(self._scores[entry_id].rewards)
-
-        def rewards_of(entry_id: int) -> list[float]:
-            return list(total_rewards(self._scores[entry_id].rewards, self.trainer.reward_weights).tolist())
-
-        settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards_of, is_uniform, is_last))
-        self.batches.forget(settled.second)
-        self._metrics["darts/deferral/deferred"] += len(settled.deferred)
-        self._metrics["darts/deferral/sampled"] += settled.num_scored
-        self._audits = {f"darts/audit/{name}": value for name, value in settled.audits.items()}
+        outcome = self.batches.main.broadcast(lambda: self.batches.judge(is_last))
+        self.batches.buffer.remove(outcome.left)
+        self._counts.update(outcome.counts)
+        self._estimates = outcome.estimates
 
     def serve(self, num_rows: int) -> torch.Tensor:
         """
         The rewards of the batch that was taken, of shape `(N·M, F)`; this process has `num_rows` of its rows. Groups
         that wait for a later batch are scored too: what was begun while they decoded is ready.
         """
-        last = self.batches.last
         self._score_new()
-        scores = [self._scores[entry_id] for entry_id in last.entry_ids]
-        waiting = self.batches.rows.keys() | last.entry_ids  # the last batch may have to stand for another
-        self._scores = {entry_id: score for entry_id, score in self._scores.items() if entry_id in waiting}
+        scores: list[Any] = [self.batches.trained[entry_id].score for entry_id in self.batches.last.entry_ids]
         first = self.batches.main.index * num_rows
-        for name in sorted({name for score in scores for name in score.extra}):
-            values = [value for score in scores for value in score.extra.get(name, [None] * len(score.rewards))]
+        for name in sorted({name for score in scores for name in score.logged}):
+            values = [value for score in scores for value in score.logged.get(name, [None] * len(score.rewards))]
             self.trainer._pending_extra_logs[name].extend(values[first : first + num_rows])
         return torch.cat([score.rewards for score in scores])
 
-    def pop_metrics(self, num_missing: int) -> dict[str, float]:
-        """Rounds and prompts of the batch, see docs/metrics.md; `num_missing` groups are filler rows."""
-        counts, self._metrics = self._metrics, Counter()
-        is_dynamic = isinstance(self.batches.policy, Informative)
-        counts["darts/uniform/missing" if is_dynamic else "darts/deferral/missing"] = num_missing
-        return {**{name: float(count) for name, count in counts.items()}, **self._audits}
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns what happened to the groups of the batch, see docs/metrics.md."""
+        counts, self._counts = self._counts, Counter()
+        return {**{name: float(count) for name, count in counts.items()}, **self._estimates}
 
-    def _score_new(self) -> list[int]:
+    def _score_new(self) -> None:
         """
-        Scores new groups that wait for their batch, or were taken for it, and returns their IDs. Each process scores
-        as many groups, since TRL gathers them: the last one is repeated where they are fewer.
+        Scores new groups that wait for their batch, or were taken for it. Each process scores as many groups, since
+        TRL gathers them: the last one is repeated where they are fewer.
         """
         share = self.batches.main.scatter(self._split)
         if not share.places:
-            return []
+            return
         rewards, columns = self._score(share)
         for entry_id, places in share.places.items():
-            extra = {name: [values[place] for place in places] for name, values in columns.items()}
-            self._scores[entry_id] = GroupScore(rewards[places], extra)
-        return list(share.places)
+            logged = {name: [values[place] for place in places] for name, values in columns.items()}
+            own = rewards[places]
+            totals = total_rewards(own, self.trainer.reward_weights).tolist()
+            self.batches.entry(entry_id).score = GroupScore(own, logged, totals, self._is_uniform(own))
 
     def _split(self) -> list[Share]:
         """
-        Splits groups without rewards, or that were sampled again since: each process's own, and a part of those
-        without owner. On the main process.
+        Splits groups without rewards: each process's own, and a part of those without owner. On the main process.
         """
-        complete = self.batches.complete()
-        new = {i: rows for i, rows in complete.items() if self._scored.get(i) != rows}
-        self._scored = complete
+        new = {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in
+               self.batches.unscored()}  # fmt: skip
         groups: list[list[int]] = [[] for _ in range(self.batches.main.num_processes)]
         owners = self._owners()
         for entry_id in sorted(new, key=lambda entry_id: entry_id not in owners):

@@ -265,8 +265,10 @@ class BufferSource(RolloutSource[BufferedRows]):
         metrics = buffer_metrics(rows, args.mask_stale_after)
         if args.rollout_ahead:
             metrics["darts/rollout/wait_seconds"] = time.perf_counter() - begin
-        if self.batches.scores_first:
-            metrics |= self.scores.pop_metrics(len(rows.fillers) // args.num_generations)
+        if self.batches.policy.scores_first:
+            metrics |= self.scores.pop_metrics()
+            missing = len(rows.fillers) // args.num_generations
+            metrics["darts/uniform/missing" if args.drop_uniform_groups else "darts/deferral/missing"] = missing
         self.trainer._log_all(metrics)
         inputs, self._kept = self.batches.finish(rows), rows
         if args.mask_stale_after is not None:
@@ -274,7 +276,7 @@ class BufferSource(RolloutSource[BufferedRows]):
         return inputs
 
     def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:
-        if batch is not None and not self.batches.scores_first:
+        if batch is not None and not self.batches.policy.scores_first:
             rows, self.record = self.trainer._rollout(self, batch, launched)
             self.log(self.record)
             return rows
@@ -369,10 +371,7 @@ class BufferSource(RolloutSource[BufferedRows]):
         records: list[RolloutRecord] = []
         while batch is not None:
             records.append(self.trainer._rollout(self, batch, launched)[1])
-            if self.trainer.args.settles_groups:
-                self.scores.settle(is_last=self.num_left <= 1)
-            else:
-                self.scores.drop_uniform()
+            self.scores.judge(is_last=self.num_left <= 1)
             batch, launched = self._next_round(), None
         if records:
             self.log(reduce(RolloutRecord.then, records))
@@ -458,8 +457,8 @@ def make_feed(trainer: Any) -> PromptFeed:
 def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
     """Returns the batches of a schedule with a rollout buffer."""
     args = trainer.args
-    policy = round_policy(args, args.generation_batch_size // args.num_generations)
-    if policy is None:
+    make_policy: Any = partial(round_policy, args, args.generation_batch_size // args.num_generations)
+    if make_policy() is None:
         return None
     admission, main, loop = trainer._admission, trainer._main, trainer._loop
     trainer = weakref.proxy(trainer)  # no cycle, see `make_sources`
@@ -468,7 +467,7 @@ def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
         output: tuple[Any, ...] = trainer._tokenize_prompts(prompts)
         return output
 
-    return BufferedBatches(policy, admission, args.num_generations, feed, main, tokenize, loop)
+    return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop)
 
 
 def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
@@ -481,7 +480,7 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     if args.is_continuous:
         return ContinuousSource(trainer, batches), evaluation
     scores = None
-    if batches.scores_first or args.stream_rewards:
+    if batches.policy.scores_first or args.stream_rewards:
         decode = partial(decode_completions, trainer)
         scores = GroupScores(trainer, batches, decode, trainer._streams.owners)
     return BufferSource(trainer, batches, scores), evaluation

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from ...buffer.buffer import BufferEntry, RolloutBuffer, Round
-from ...buffer.rounds import RoundPolicy
+from ...buffer.round_policy import RoundPolicy
 from ...scheduling import (
     Continuous,
     EngineLoad,
@@ -141,14 +141,15 @@ class ContinuousTraining:
         training = self.training
         while self.rounds.lacking(self.buffer):
             batch = next(batches)
-            ids = self.buffer.enter([PromptInfo(int(p), training.workload.prompt_tokens) for p in batch.prompts])
+            infos = [PromptInfo(int(prompt), training.workload.prompt_tokens) for prompt in batch.prompts]
+            ids = [self.rounds.enter(self.buffer, info, {}, []).entry_id for info in infos]
             self.informative |= zip(ids, batch.informative(training.workload.uniform_share).tolist(), strict=True)
             most = training.settings.max_num_generations
             self.lengths |= {i: batch.of(place, most, 0, training.stop_rate) for place, i in enumerate(ids)}
         plan = self.rounds.next(self.buffer)
         if not plan.entries:
             return
-        _, plans = self.buffer.begin(plan, training.settings.num_generations, training.admission)
+        _, plans = self.rounds.begin(self.buffer, plan, training.settings.num_generations, training.admission)
         plans = entering(plans, [entry.entry_id for entry in plan.entries], training.settings.submit_order)
         self.rollout.add(plans, [self.lengths[own.group_id] for own in plans])
 
@@ -160,7 +161,7 @@ class ContinuousTraining:
         result = replace(result, groups=groups)
         plan = Round([self.buffer.entries[entry_id] for entry_id in ids], len(ids), len(ids))
         self.buffer.absorb(plan, result, version)
-        entries: list[BufferEntry] = self.buffer.take(plan)
+        entries: list[BufferEntry] = self.rounds.take(self.buffer, plan)
         training.learn_shape(result, lengths)
         rows = [row for entry in entries for row in entry.candidates]
         ages = [(version - sampled_by, num) for row in rows for sampled_by, num in row.versions]

@@ -20,7 +20,8 @@ from itertools import count, islice
 import numpy as np
 
 from ...buffer.buffer import BufferEntry, RolloutBuffer, Round
-from ...buffer.rounds import RoundPolicy, round_policy
+from ...buffer.round_policy import RoundPolicy
+from ...buffer.rounds import DynamicSampling, round_policy
 from ...errors import ConfigurationError
 from ...scheduling import (
     Admission,
@@ -161,7 +162,7 @@ class _EpochOfRounds:
                 plan = self._next(batches)
             if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # too few prompts for a step
                 return
-            yield self._finished(rollouts, self.buffer.take(plan, num_dropped))
+            yield self._finished(rollouts, self.rounds.take(self.buffer, plan, num_dropped))
 
     def _next(self, batches: Iterator[BatchLengths]) -> Round:
         """Returns the next round, with the prompts that it needs, or with all remaining ones."""
@@ -171,19 +172,21 @@ class _EpochOfRounds:
                 break
             infos = (PromptInfo(int(prompt), self.training.workload.prompt_tokens) for prompt in batch.prompts)
             informative = batch.informative(self.training.workload.uniform_share).tolist()
-            for place, entry_id in enumerate(self.buffer.enter(infos)):
-                self.sampled[entry_id] = _Sampled(batch, place, informative[place])
+            for place, info in enumerate(infos):
+                entry = self.rounds.enter(self.buffer, info, {}, [])
+                self.sampled[entry.entry_id] = _Sampled(batch, place, informative[place])
         return self.rounds.next(self.buffer)
 
     def _run(self, plan: Round) -> tuple[RolloutResult, int]:
         training = self.training
-        admission, plans = self.buffer.begin(plan, training.settings.num_generations, training.admission)
+        admission, plans = self.rounds.begin(self.buffer, plan, training.settings.num_generations, training.admission)
         lengths = [self._lengths_of(entry) for entry in plan.entries]
         return training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
 
     def _drop_uniform(self, complete: list[BufferEntry]) -> None:
         uniform = [entry.entry_id for entry in complete if not self.sampled[entry.entry_id].informative]
-        self.buffer.drop_uniform(uniform, len(complete))
+        assert isinstance(self.rounds, DynamicSampling)
+        self.rounds.drop(self.buffer, uniform, len(complete))
         for entry_id in uniform:
             del self.sampled[entry_id]
 
