@@ -29,7 +29,7 @@ READ_BY = {
 HEAD = """# All settings
 
 The fields that `DARTSGRPOConfig` adds to TRL's [`GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer), all of
-whose fields it has too. [Schedules](schedules.md#settings) says which one to change when. In a terminal,
+whose fields it has too. [Schedules](schedules.md#settings-by-symptom) says which one to change when. In a terminal,
 `trl-darts grpo --help` has them with their whole help.
 
 *Read by* names the schedules for which a setting means something. "darts, `selection`" is `"darts"`, and any other but

@@ -40,4 +40,4 @@ def test_the_script_runs(tmp_path):
     assert [run["arm"] for run in runs] == ["grpo", "audited"]
     assert "| needs_120_small: audited (1) |" in done.stdout
     assert runs[1]["by_step"]["hard"][0] == runs[1]["by_step"]["hard"][1]
-    assert "times as fast as unguarded" in done.stdout
+    assert "speed over unguarded" in done.stdout
