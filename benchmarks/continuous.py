@@ -46,6 +46,7 @@ from benchmarks.learning import (
 )
 from benchmarks.lines import append, read
 from benchmarks.long_tail import LIMIT, TOKENIZER, load_model, make_dataset, probabilities
+from benchmarks.speedups import time_to_reward
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
 from trl_darts.callbacks import ADMISSION_FILE
@@ -250,14 +251,6 @@ def run_missing(options: argparse.Namespace) -> None:
                 )
 
 
-def times_as_early(own: Mapping[str, Any], base: Mapping[str, Any]) -> float:
-    """How many times as early an arm reaches the lower of both best rewards."""
-    curves = [np.array(run["hard"]) for run in (own, base)]
-    target = min(curve.max() for curve in curves)
-    mine, theirs = (run["now"][np.argmax(c >= target)] for run, c in zip((own, base), curves, strict=True))
-    return float(theirs / mine)
-
-
 def _known(values: Sequence[float], value: Callable[[np.ndarray], float], default: float) -> float:
     known = [own for own in values if np.isfinite(own)]
     return float(value(np.array(known))) if known else default
@@ -265,7 +258,7 @@ def _known(values: Sequence[float], value: Callable[[np.ndarray], float], defaul
 
 Columns = Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], float]]
 GAINED: Columns = {
-    "speed-up": times_as_early,
+    "speed-up": time_to_reward,
     "steps per second": lambda own, base: base["now"][-1] / own["now"][-1],
     "reward at the end": lambda own, base: own["hard"][-1],
     "minus GRPO's": lambda own, base: own["hard"][-1] - base["hard"][-1],

@@ -33,12 +33,11 @@ from benchmarks.speedups import (
     time_to_reward,
     training,
 )
-from trl_darts.analysis.colors import BLUE, GREEN, GREY, OLIVE, PALETTE, PURPLE, VERMILION
+from trl_darts.analysis.colors import BLUE, GREEN, GREY, GRID, INK, MUTED, OLIVE, PALETTE, PURPLE, VERMILION
 from trl_darts.analysis.estimates import Estimate
 
 
 WIDTH = 3.75  # inches of 96 pixels: as wide as the text on a phone
-INK, MUTED, GRID = "#1b1f24", "#57606a", "#d5dae0"
 COLORS = {  # of arms, the same in all figures
     "GRPO": GREY,
     "default": BLUE,

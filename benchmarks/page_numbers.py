@@ -204,7 +204,7 @@ NUMBERS: dict[str, Number] = {
     "storm.tokens": _storm("tokens / s", -2),
     "storm.cores": _storm("client (cores)", 2),
     "storm.p99": _storm("delay p99 (ms)", 1, unit=1e-3),
-    "engines.1": Number("engines.jsonl", lambda: lines_of("engines.jsonl")[0]["speedups"]["default"]),
+    "engines.1": Number("simulator.jsonl", lambda: simulated("engines", "1", lengths="llama_8b_deepscaler")),
     "slots.between": Number("simulator.jsonl", lambda: simulated("slots", "N·M", lengths="equal within a prompt")),
     "agreement": Number(
         "smollm2.rollouts.jsonl", _agreement, lambda own: f"{sum(value < WITHIN for value in own)} of {len(own)}"

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks import cells
-from benchmarks.lines import read
+from benchmarks.lines import latest, read
 
 
 Line = Mapping[str, Any]
 
 
 def last(results: Path, name: str, *keys: str, **only: Any) -> dict[Any, Line]:
-    """Returns the last line for each combination of some keys, among the lines with the values in `only`."""
-    lines = [line for line in read(results / f"{name}.jsonl") if all(line.get(k) == v for k, v in only.items())]
-    return {tuple(line[key] for key in keys): line for line in lines}
+    """Returns the latest lines of a benchmark."""
+    return latest(read(results / f"{name}.jsonl"), *keys, **only)
 
 
 def section(title: str, text: str, *blocks: str) -> str:

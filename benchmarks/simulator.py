@@ -49,7 +49,7 @@ from datasets import Dataset
 from rich.console import Console
 
 from benchmarks.cells import geometric, ratio, table
-from benchmarks.lines import record
+from benchmarks.lines import latest, record
 from benchmarks.pacing import CURVES
 from benchmarks.servers import benchmark_server, training_args
 from trl_darts import DARTSGRPOTrainer
@@ -296,15 +296,9 @@ def speed(steps: int) -> None:
 # The report
 
 
-def latest(lines: Sequence[Mapping[str, Any]], part: str, *names: str) -> list[Mapping[str, Any]]:
-    """Returns the last line of a part for each combination of some fields, in the order of the first."""
-    found = {tuple(line[name] for name in names): line for line in lines if line["part"] == part}
-    return list(found.values())
-
-
 def paper_tables(lines: Sequence[Mapping[str, Any]]) -> str:
     """A table for each shaping: rows of the paper, speed-ups by the share of endless answers."""
-    own = latest(lines, "paper", "shaping", "share")
+    own = [*latest(lines, "shaping", "share", part="paper").values()]
     parts = [f"{own[0]['steps']} steps of 128 prompts × {M}, {own[0]['seeds']} seeds."]
     for shaping in dict.fromkeys(line["shaping"] for line in own):
         by_share = {line["share"]: line["speedups"] for line in own if line["shaping"] == shaping}
@@ -346,20 +340,20 @@ def share_of(target: float, means: Mapping[float, float]) -> str:
 
 def spare_table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A row for each `min_num_generations`."""
-    own = latest(lines, "spare", "share")
+    own = [*latest(lines, "share", part="spare").values()]
     rows = [[least, *(ratio(line["speedups"][least]) for line in own)] for least in own[0]["speedups"]]
     return table(["`min_num_generations`", *(f"{line['share']:.1%} never end" for line in own)], rows)
 
 
 def slots_table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A row for each kind of lengths."""
-    own = latest(lines, "slots", "lengths")
+    own = [*latest(lines, "lengths", part="slots").values()]
     return table(["lengths", *SLOTS], [[line["lengths"], *map(ratio, line["speedups"].values())] for line in own])
 
 
 def engines_table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A row for each workload."""
-    own = latest(lines, "engines", "lengths")
+    own = [*latest(lines, "lengths", part="engines").values()]
     header = ["lengths", *(f"{number} engines" for number in own[0]["speedups"])]
     return table(header, [[line["lengths"], *map(ratio, line["speedups"].values())] for line in own])
 

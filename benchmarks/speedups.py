@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cells import geometric
-from benchmarks.lines import RESULTS, read
+from benchmarks.lines import RESULTS, latest, read
 
 
 Run = Mapping[str, Any]
@@ -50,13 +50,14 @@ def each(pairs: Pairs, value: Callable[[Run, Run], float]) -> list[float]:
 
 def learning(world: str, arm: str) -> Pairs:
     """Runs of benchmarks/learning.py, with the seconds of their steps."""
-    runs = [{**run, **run["by_step"], "now": _now(run)} for run in lines_of(f"learning.{world}.jsonl")]
-    return pairs_of(runs, arm)
+    return pairs_of([timed(run) for run in lines_of(f"learning.{world}.jsonl")], arm)
 
 
-def _now(run: Run) -> np.ndarray:
+def timed(run: Run) -> Run:
+    """A run of benchmarks/learning.py with the `seconds` of its steps, and their sum until `now`."""
     rollouts, trained = (np.array(run["by_step"][name]) for name in ("rollout", "trained"))
-    return np.cumsum(rollouts + run["per_token"] * trained)
+    seconds = rollouts + run["per_token"] * trained
+    return {**run, **run["by_step"], "seconds": seconds, "now": seconds.cumsum()}
 
 
 def continuous(arm: str) -> Pairs:
@@ -65,9 +66,12 @@ def continuous(arm: str) -> Pairs:
     return pairs_of([run for run in runs if (run["world"], run["rate"]) == ("published", 1e-3)], arm)
 
 
-def time_to_reward(own: Run, base: Run) -> float:
-    """GRPO's seconds until the lower of both best rewards of plain sampling, over the arm's."""
-    curves = [np.array(run["hard"]) for run in (own, base)]
+def time_to_reward(own: Run, base: Run, kinds: str = "hard") -> float:
+    """
+    GRPO's seconds until the lower of both best rewards of plain sampling, over the arm's. `kinds` are those of the
+    prompts: `hard`, or `reward` for all.
+    """
+    curves = [np.array(run[kinds]) for run in (own, base)]
     target = min(curve.max() for curve in curves)
     mine, theirs = (run["now"][np.argmax(c >= target)] for run, c in zip((own, base), curves, strict=True))
     return float(theirs / mine)
@@ -88,21 +92,28 @@ def reward_difference(own: Run, base: Run) -> float:
 
 def training(world: str, arm: str) -> Pairs:
     """Runs of benchmarks/training.py."""
-    runs = [{**run, **run["by_step"], "arm": own} for own in {arm, "grpo"} for run in _seeds(f"{world}.{own}")]
+    runs = [
+        {**run, **{name: np.array(values) for name, values in run["by_step"].items()}, "arm": own}
+        for own in {arm, "grpo"}
+        for run in _seeds(f"{world}.{own}")
+    ]
     return pairs_of(runs, arm)
 
 
 def seconds_to_reward(own: Run, base: Run) -> float:
     """GRPO's seconds until the reward that it has at its end, over the arm's, interpolated between steps."""
-    return _spent(base, base["reward"][-1]) / _spent(own, base["reward"][-1])
+    return spent_to(base, base["reward"][-1], "seconds") / spent_to(own, base["reward"][-1], "seconds")
 
 
-def _spent(run: Run, reward: float) -> float:
-    seconds, rewards = np.cumsum(run["seconds"]), np.array(run["reward"])
-    if rewards.max() < reward:
+def spent_to(steps: Run, reward: float, name: str) -> float:
+    """Sum of `seconds`, `tokens` or `steps` until plain sampling has a reward; infinite where it never does."""
+    spent = steps.get(name, np.ones_like(steps["reward"])).cumsum()
+    if steps["reward"].max() < reward:
         return math.inf
-    place = max(1, int(np.argmax(rewards >= reward)))
-    return float(np.interp(reward, rewards[place - 1 : place + 1], seconds[place - 1 : place + 1]))
+    place = int(np.argmax(steps["reward"] >= reward))
+    if place == 0:
+        return float(spent[0])
+    return float(np.interp(reward, steps["reward"][place - 1 : place + 1], spent[place - 1 : place + 1]))
 
 
 # SmolLM2: smollm2.py and smollm2_rollouts.py
@@ -172,8 +183,7 @@ def _schedules() -> list[str]:
 
 def simulated(part: str, key: str, **fields: Any) -> list[float]:
     """The speed-ups in the last line of a part with these fields."""
-    lines = [own for own in lines_of("simulator.jsonl") if own["part"] == part]
-    own = [line for line in lines if all(line[name] == value for name, value in fields.items())]
+    own = latest(lines_of("simulator.jsonl"), part=part, **fields)
     if not own:
         raise ValueError(f"`fields` ({fields}) must be those of a line of simulator.jsonl. Run the part {part!r}.")
-    return list(own[-1]["speedups"][key])
+    return list(own[()]["speedups"][key])

@@ -54,6 +54,7 @@ from benchmarks.long_tail import (
 )
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.servers import training_args
+from benchmarks.speedups import spent_to
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.plots import save_picture
 from trl_darts.callbacks import ADMISSION_FILE
@@ -302,17 +303,6 @@ def load(trainings: Sequence[Training], results: Path) -> dict[str, Runs]:
             steps = {name: np.array(values) for name, values in training.load(results)["by_step"].items()}
             worlds.setdefault(training.world, {}).setdefault(str(training.arm), {})[training.seed] = steps
     return worlds
-
-
-def spent_to(steps: Steps, reward: float, name: str) -> float:
-    """Sum of `seconds`, `tokens` or `steps` until plain sampling has a reward; infinite where it never does."""
-    spent = steps.get(name, np.ones_like(steps["reward"])).cumsum()
-    if steps["reward"].max() < reward:
-        return math.inf
-    place = int(np.argmax(steps["reward"] >= reward))
-    if place == 0:
-        return float(spent[0])
-    return float(np.interp(reward, steps["reward"][place - 1 : place + 1], spent[place - 1 : place + 1]))
 
 
 def _to_equal_reward(name: str) -> Callable[[Steps, Steps], float]:

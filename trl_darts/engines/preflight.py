@@ -160,8 +160,13 @@ class Preflight:
     async def problems(self) -> AsyncIterator[str]:
         """Yields what keeps the server from serving the run, each with its remedy, the quickest to find first."""
         for check in (
-            *(self._settings, self._features, self._model, self._image_endpoints),
-            *(self._seed, self._counts, self._sampling),
+            self._settings,
+            self._features,
+            self._model,
+            self._image_endpoints,
+            self._seed,
+            self._counts,
+            self._sampling,
         ):
             async for problem in check():
                 yield problem
