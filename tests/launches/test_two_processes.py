@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.launches.scenarios import MULTIPLY
-from tests.telemetry.test_length_recorder import check_traces
+from tests.test_length_recorder import check_traces
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.xdist_group("launches")]
