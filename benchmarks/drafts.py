@@ -48,7 +48,6 @@ from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.serving.options import SPECULATIVE
 from trl_darts.speculation.index import SuffixIndex
-from trl_darts.speculation.step_times import StepTimes
 
 
 NUM_GENERATIONS, MAX_NUM_GENERATIONS = 8, 12
@@ -122,8 +121,6 @@ def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> list[d
     table = Table(*columns, title=f"Tiny reasoner, replayed on {num_servers} server(s)")
     for name, places in placements.items():
         servers = [Decoding(make_drafter(16)) for _ in range(num_servers)]
-        for server in servers:
-            server.drafter._times = FixedTimes()
         for epoch, answers in enumerate(data):
             for number, (place, (prompt, answer)) in enumerate(zip(places, answers, strict=True)):
                 servers[place % num_servers].add(f"{epoch}.{number}", prompt, answer)
@@ -155,17 +152,6 @@ def decode(decoding: Decoding) -> tuple[float, float, int, int, int]:
     if decoding.drafter.num_failures:  # it survives them, and drafts nothing
         raise RuntimeError("Drafting failed, see the warning above.")
     return control, seconds, decoding.num_accepted - before, sum(drafted), len(drafted)
-
-
-class FixedTimes(StepTimes):
-    """Step times of a machine with a known knee."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.knee = KNEE
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        """Does nothing."""
 
 
 def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:

@@ -60,10 +60,10 @@ from trl_darts.analysis.simulation import (
     WORKLOADS,
     ClusterSpec,
     LogNormalLengths,
+    RecordedRun,
     SimulatedTraining,
     Workload,
     compare,
-    recorded_rollouts,
 )
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
@@ -104,7 +104,7 @@ def parity(steps: int) -> None:
 def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> dict[str, Any]:
     """Replays a run, and returns real and predicted seconds, and how many groups have the same rows."""
     real, predicted, same, groups = [], [], 0, 0
-    for rollout in list(recorded_rollouts(run_dir))[1:]:  # the first one warms up
+    for rollout in list(RecordedRun(run_dir).rollouts())[1:]:  # the first one warms up
         result = rollout.replay(settings, spec, LIMIT)
         real.append(rollout.seconds)
         predicted.append(result.timeline.times[-1] - result.timeline.times[0])

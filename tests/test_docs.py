@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from trl import GRPOConfig
 
 from docs.hooks.docstrings import to_markdown
@@ -17,7 +16,7 @@ from trl_darts import DARTSGRPOConfig
 from trl_darts.buffer.batches import BufferedRows
 from trl_darts.policy.audit import AuditedGroup, Audits
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
-from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, bias_metrics, buffer_metrics, rollout_metrics
+from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, buffer_metrics, rollout_metrics
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,7 +210,6 @@ def emitted_metrics() -> set[str]:
     rows = BufferedRows([[1]], None, entry_ids=[0], left=[0], ages=[[(1, 1)]], states=states, is_long=True)
     ours = {
         **rollout_metrics(record),
-        **bias_metrics(record, torch.tensor([[0.0], [1.0]]), torch.ones(1)),
         **buffer_metrics(rows, mask_stale_after=None),
         **{f"darts/audit/{name}": 0.0 for name in Audits([AuditedGroup(*[1.0] * 7)] * 2).metrics()},
     }

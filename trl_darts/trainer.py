@@ -39,7 +39,7 @@ from .policy import LengthTracker
 from .policy.siblings import SiblingCheck
 from .streaming import Streams, make_streams
 from .telemetry.console import shorten_console
-from .telemetry.metrics import RolloutRecord, bias_metrics
+from .telemetry.metrics import RolloutRecord
 from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.rollout_log import RolloutLog
@@ -301,10 +301,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             rewards = source.rewards(self._score_rows, *args, **kwargs)
         if source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
-        rewards = forget_filler_rewards(rewards, source.fillers)
-        if source.trains and source.record is not None:
-            self._log_all(bias_metrics(source.record, rewards, self.reward_weights, source.first_rows()))
-        return rewards
+        return forget_filler_rewards(rewards, source.fillers)
 
     def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""

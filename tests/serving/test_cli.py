@@ -5,14 +5,12 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
 from typer.testing import CliRunner
 
-from trl_darts import cli
-from trl_darts.cli import app, hide_api_key, serve, without_api_key
+from trl_darts.cli import app, serve
 from trl_darts.serving import options
 
 from .builders import CPU, CUDA, fake_command, free_ports
@@ -44,7 +42,8 @@ def run(*args: str):
     [
         (["--devices", "0, 1"], "Error: `devices` (0,1)"),
         (["other"], "Error: `other` is one argument too many"),
-        (["--log-dir", __file__], "Error: `log_dir`"),
+        (["--log-dir", __file__], "Error: [Errno 17] File exists"),
+        (["--api-key", "k"], "Error: `--api-key` was removed. Set VLLM_API_KEY in the environment"),
     ],
 )
 def test_bad_input(model, monkeypatch, args, message):
@@ -106,27 +105,3 @@ def test_lines_where_there_is_no_terminal(model, monkeypatch):
     assert result.exit_code == 1
     assert result.stderr.count("starting for") >= 2
     assert "was not healthy within `timeout` (1 s)" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "kept", "key"),
-    [
-        (["serve", "M", "--api-key", "k", "--port", "1"], ["serve", "M", "--port", "1"], "k"),
-        (["serve", "--api-key=a=b", "M"], ["serve", "M"], "a=b"),
-        (["serve", "M", "--api-key"], ["serve", "M", "--api-key"], None),
-        (["serve", "M", "--port=1", "--", "--api-key", "k"], ["serve", "M", "--port=1", "--", "--api-key", "k"], None),
-    ],
-)
-def test_without_api_key(args, kept, key):
-    assert without_api_key(args) == (kept, key)
-
-
-def test_key_leaves_the_command_line(monkeypatch):
-    seen = []
-    monkeypatch.setattr(cli.os, "execve", lambda *args: seen.append(args))
-    monkeypatch.setattr(sys, "argv", ["trl-darts", "serve", "M", "--api-key", "k"])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "/bin/trl-darts", "serve", "M", "--api-key", "k"])
-    hide_api_key()
-    ((program, argv, environ),) = seen
-    assert (program, argv) == (sys.executable, ["python", "-X", "dev", "/bin/trl-darts", "serve", "M"])
-    assert environ["VLLM_API_KEY"] == "k"

@@ -4,14 +4,12 @@ import logging
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from benchmarks.decoding import MAX_MODEL_LEN, Decoding, make_drafter
 from benchmarks.drafts import replay
 from trl_darts.speculation import drafter as module
 from trl_darts.speculation.answers import Answer, History
 from trl_darts.speculation.index import GRAM
-from trl_darts.speculation.step_times import HIGHEST_KNEE, UNKNOWN_KNEE, StepTimes
 
 
 PROMPT = [7, 8, 9]
@@ -59,15 +57,19 @@ def test_a_sequence_that_goes_on_elsewhere_is_known_by_its_prompt():
     assert decoding.drafts["resumed"] == ANSWER[11 : 11 + len(decoding.drafts["resumed"])] != []
 
 
-@pytest.mark.parametrize("num_accepted", [0, 50])
-def test_a_full_engine_drafts_only_where_most_are_accepted(num_accepted):
-    decoding = Decoding(make_drafter())
+def test_a_sequence_drafts_as_much_as_was_accepted():
+    """Four tokens at first, then twice what was accepted and two more."""
+    decoding = Decoding(make_drafter(num_speculative_tokens=16))
     decoding.add("earlier", PROMPT, ANSWER)
     decoding.run()
-    decoding.drafter._acceptance.accepted = num_accepted
-    for index in range(int(UNKNOWN_KNEE)):
-        decoding.add(f"{index}", PROMPT, ANSWER)
-    assert [bool(draft) for draft in decoding.step()] == [num_accepted > 0] * int(UNKNOWN_KNEE)
+    decoding.add("same", PROMPT, ANSWER)
+    decoding.add("other", PROMPT, [*ANSWER[:9], *[1] * 20])
+    sizes = []
+    for _ in range(4):
+        decoding.step()
+        sizes.append([len(decoding.drafts.get(name, [])) for name in ("same", "other")])
+    assert [size for size, _ in sizes] == [4, 10, 16, 16]
+    assert max(size for _, size in sizes[2:]) <= 2
     assert decoding.drafter.num_failures == 0
 
 
@@ -147,7 +149,7 @@ def test_a_failure_is_survived_reported_once_and_counted(monkeypatch, caplog):
     monkeypatch.setattr(logger, "propagate", False)
     decoding.add("a", PROMPT, ANSWER)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "draft_budget", lambda *args: 1 / 0)
+        patch.setattr(module.SuffixDrafter, "_draft_one", lambda *args: 1 / 0)
         for _ in range(3):
             assert decoding.step() == [[]]
     assert decoding.drafter.num_failures == 3
@@ -195,22 +197,3 @@ def test_an_index_begins_with_the_newest_answers(monkeypatch):
     assert prompt.context_start == 4 - GRAM
     assert index.propose(text, 1) == [3]
     assert len(index._texts) == 4  # the prompt, two answers, and this one
-
-
-@pytest.mark.parametrize(
-    ("base", "slope", "expected"), [(0.016, 1e-4, 160), (0.002, 1e-3, 2), (0.01, -1e-4, HIGHEST_KNEE)]
-)
-def test_the_knee_is_measured(rng, base, slope, expected):
-    times = StepTimes()
-    assert times.knee == UNKNOWN_KNEE
-    for num_tokens in rng.choice([1, 2, 4, 8, 16, 32, 64], size=600):
-        pause = 1.0 if rng.random() < 0.1 else 0.0
-        times.add(int(num_tokens), base + slope * num_tokens + pause)
-    assert times.knee == pytest.approx(expected, rel=0.05)
-
-
-def test_steps_of_one_size_tell_nothing():
-    times = StepTimes()
-    for _ in range(200):
-        times.add(8, 0.01)
-    assert times.knee == UNKNOWN_KNEE

@@ -10,7 +10,7 @@ import pytest
 from tests.builders import letters_dataset
 from tests.test_equivalence import trained
 from trl_darts import record_lengths
-from trl_darts.analysis.simulation import recorded_workload
+from trl_darts.analysis.simulation import RecordedRun
 from trl_darts.telemetry.traces import read_traces
 from trl_darts.telemetry.trl_completions import read_lengths
 
@@ -44,7 +44,7 @@ def test_without_a_log_a_token_has_four_characters(tmp_path, caplog):
     conversation = [{"role": "assistant", "content": "x" * 40}]
     write_completions(tmp_path, [conversation, [{"role": "assistant", "content": ""}]])
     with caplog.at_level(logging.WARNING):
-        workload, rows = recorded_workload(tmp_path)
+        workload, rows = RecordedRun(tmp_path).workload()
     assert workload.lengths.lengths == [[10, 1]]
     assert (workload.prompts_per_step, rows) == (1, 2)
     assert "4 characters per token, without a log" in caplog.text

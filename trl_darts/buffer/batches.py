@@ -55,8 +55,6 @@ class BufferedRows(KeptRows):
     # Of each row but the filler rows: how many steps old the policy was that sampled how many tokens in a row.
     ages: list[list[tuple[int, int]]] = field(default_factory=list)
     states: dict[str, int] = field(default_factory=dict)  # number of prompts in the buffer, by lifecycle state
-    # First row of each group that ended in this round, by its `group_id` in it.
-    first_rows: dict[int, int] = field(default_factory=dict)
     is_long: bool | None = None  # whether the round was a long one, with tail batching
 
 
@@ -181,7 +179,6 @@ class BufferedBatches:
         repeated = dict(zip(range(len(trained), self._round.num_groups), cycle(range(len(trained))), strict=False))
         rows = {place: [_row(row) for row in entry.candidates] for place, entry in enumerate(trained)}
         own = [entry.entry_id for entry in trained]
-        places = {entry.entry_id: place for place, entry in enumerate(self._round.entries)}
         states = [entry.state.value for entry in self.buffer.entries.values()]
         kept = KeptRows.of_groups(rows, repeated, self.num_generations)
         return BufferedRows(
@@ -196,7 +193,6 @@ class BufferedBatches:
                 for row in entry.candidates
             ],
             states={state: states.count(state) for state in self.policy.shown_states},
-            first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
             is_long=self.policy.was_long if self.policy.has_long_rounds else None,
         )
 

@@ -12,7 +12,7 @@ Every source is used on all processes at once, unless a method says otherwise.
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Generic, TypeVar
@@ -76,7 +76,6 @@ class TRLSource:
 
     trains = False
     carries_over = False  # whether unfinished prompts keep their tokens
-    record: RolloutRecord | None = None  # of the rollout that gave the batch, if it was a single one
     fillers: frozenset[int] = frozenset()  # filler rows of the batch, over all processes
 
     def next_inputs(self, inputs: Rows) -> Rows:
@@ -112,10 +111,6 @@ class TRLSource:
         """Takes the loss weight from rows and tokens that are not trained on, in place. Returns metrics."""
         mask_fillers(output, self.fillers, accelerator)
         return {}
-
-    def first_rows(self) -> Mapping[int, int] | None:
-        """Returns the first row of each group by its `group_id`, where groups are not in the rollout's order."""
-        return None
 
 
 class RolloutSource(TRLSource, Generic[R]):
@@ -201,9 +196,9 @@ class LoaderSource(RolloutSource[KeptRows]):
     def completions(self, prompts: Prompts) -> KeptRows:
         self.trainer._sync_weights()
         batch = prompts.gather(self.trainer._main.index)
-        rows, self.record = self.trainer._rollout(self, batch)
+        rows, record = self.trainer._rollout(self, batch)
         self.fillers = rows.fillers
-        self.log(self.record)
+        self.log(record)
         return rows
 
     def decide(self, batch: PromptBatch, number: int) -> Decisions:
@@ -277,11 +272,11 @@ class BufferSource(RolloutSource[BufferedRows]):
 
     def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:
         if batch is not None and not self.batches.policy.scores_first:
-            rows, self.record = self.trainer._rollout(self, batch, launched)
-            self.log(self.record)
+            rows, record = self.trainer._rollout(self, batch, launched)
+            self.log(record)
             return rows
         self._sample_and_score(batch, launched)
-        self.record, step = None, self.trainer.state.global_step
+        step = self.trainer.state.global_step
         return self.batches.main.scatter(lambda: self.batches.shares(self.batches.collect(step)))
 
     def shares(self, rows: BufferedRows, batch: PromptBatch) -> list[BufferedRows]:
@@ -356,9 +351,6 @@ class BufferSource(RolloutSource[BufferedRows]):
         if (max_age := self.trainer.args.mask_stale_after) is not None:
             mask_stale(output, self.batches.ages(len(output["completion_mask"])), max_age, accelerator)
         return ratio_metrics(output, accelerator)
-
-    def first_rows(self) -> Mapping[int, int]:
-        return self.batches.last.first_rows
 
     def _next_round(self) -> PromptBatch | None:
         batch = self.batches.next_round()

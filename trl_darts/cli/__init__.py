@@ -1,13 +1,10 @@
 """The command `trl-darts`."""
 
-import os
-import sys
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from ..engines.addresses import API_KEY_VARIABLE
 from . import check, config, grpo, profile, quickstart, report, serve, simulate
 from .exits import OneLineErrors
 
@@ -40,24 +37,4 @@ def _trl_darts(
 
 def main() -> None:
     """Entry point of the command `trl-darts`."""
-    hide_api_key()
     app(prog_name="trl-darts")
-
-
-def hide_api_key() -> None:
-    """Restarts this process without `--api-key` on its command line, which every user of the machine can read."""
-    kept, key = without_api_key(sys.argv[1:])
-    if key is not None:
-        interpreter = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-        os.execve(sys.executable, [*interpreter, *kept], {**os.environ, API_KEY_VARIABLE: key})
-
-
-def without_api_key(args: list[str]) -> tuple[list[str], str | None]:
-    """Removes `--api-key` from the arguments before `--`, and returns them with its value, if any."""
-    end = args.index("--") if "--" in args else len(args)
-    for i, argument in enumerate(args[:end]):
-        if argument.startswith("--api-key="):
-            return args[:i] + args[i + 1 :], argument.partition("=")[2]
-        if argument == "--api-key" and i + 1 < end:
-            return args[:i] + args[i + 2 :], args[i + 1]
-    return args, None

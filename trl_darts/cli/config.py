@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..analysis.output_files import check_writable
 from ..errors import ConfigurationError, TRLDARTSError
 from ..recipes.files import check_hub, read_yaml, shipped_file
 from .exits import USAGE_ERROR, announce_loading, fail
@@ -153,8 +152,6 @@ def pull(
 
         trl-darts config pull org/name@main --output config.yaml
     """
-    if not output.exists():  # else a later message says so
-        check_writable("--output", output)
     name, _, revision = repo_id.removeprefix("hf://").partition("@")
     check_hub(name, revision or None, cached=True)
     announce_loading()
@@ -188,8 +185,6 @@ def schema(
 
         trl-darts config schema --output configs/recipe.schema.json
     """
-    if output is not None:
-        check_writable("--output", output)
     from ..recipes.schema import recipe_schema
 
     text = json.dumps(recipe_schema(), indent=1, ensure_ascii=False)

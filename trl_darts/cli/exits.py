@@ -9,10 +9,31 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError, TRLDARTSError
 
 
 USAGE_ERROR = 2
+# Options of earlier versions, with what replaces them.
+REMOVED = {
+    "--api-key": f"Set {API_KEY_VARIABLE} in the environment: everyone on the machine can read a command line.",
+    "--draft-history": "Drafts come from the server's own answers. Leave it out.",
+    "--num-generations": "Use `--sweep num_generations=8`.",
+    **dict.fromkeys(
+        ("--max-num-seqs", "--kv-tokens", "--prefill-seconds-per-token"), "A file of `trl-darts profile` has it."
+    ),
+    **dict.fromkeys(
+        (
+            *("--max-completion-length", "--num-prompts", "--median-length", "--inter-prompt-std"),
+            *("--intra-prompt-std", "--endless-share", "--uniform-share", "--shaping"),
+        ),
+        "Name a run with `--trace`, or use `trl_darts.analysis.simulation.Workload` in Python.",
+    ),
+    **dict.fromkeys(
+        ("--layout", "--switch-seconds", "--seconds-per-request", "--draft-acceptance"),
+        "Use `trl_darts.analysis.simulation.ClusterSpec` in Python.",
+    ),
+}
 UsageError: Any = typer.BadParameter.__base__  # click's, or newer typer's copy of it
 
 
@@ -59,5 +80,7 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if "\n" in error.message:  # the help of a group without a command
                 raise
+            if remedy := REMOVED.get(getattr(error, "option_name", None) or ""):
+                fail(f"`{error.option_name}` was removed. {remedy}")
             command = getattr(error.ctx, "command_path", ctx.command_path)
             fail(f"{error.format_message().rstrip('.')}. `{command} --help` lists what it takes.")

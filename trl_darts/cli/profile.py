@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..analysis.output_files import check_writable, writing
+from ..analysis.output_files import check_writable
 from ..engines.addresses import API_KEY_VARIABLE
 from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
 from ..engines.waiting import repeated
@@ -61,7 +62,6 @@ def profile(
         str | None,
         option(help="Description of the hardware, for the file. By default what the servers report.", metavar="TEXT"),
     ] = None,
-    api_key: Annotated[str | None, option(help="API key of the servers.", envvar=API_KEY_VARIABLE)] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order of measurements.")] = 0,
 ) -> None:
     """
@@ -87,7 +87,7 @@ def profile(
             max_context_tokens=max_context_tokens,
             repeats=repeats,
             hardware=hardware,
-            api_key=api_key,
+            api_key=os.environ.get(API_KEY_VARIABLE),
             model=None if main is None else main.metadata.get("model"),
             seed=seed,
         )
@@ -142,12 +142,10 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 def _write(result: ProfileResult, output: Path, picture: Path | None, main: LatencyProfile | None) -> None:
     from ..analysis.profile.display import draw, summarize, warn
 
-    with writing("output", output):
-        (result.profile if main is None else replace(main, tail=result.profile)).save(output)
+    (result.profile if main is None else replace(main, tail=result.profile)).save(output)
     written = "No picture, which needs matplotlib: `pip install 'trl-darts[report]'`."
     if picture is not None:
-        with writing("plot", picture):
-            draw(result.profile, picture)
+        draw(result.profile, picture)
         written = f"Picture: {picture}"
     argument = f'The trainer\'s argument: DARTSGRPOConfig(latency_curve="{output}")'
     typer.echo("\n".join([*summarize(result.profile), "", f"Written: {output}", written, "", argument]))

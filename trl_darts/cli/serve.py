@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..analysis.output_files import writing
 from ..engines.addresses import API_KEY_VARIABLE, published
 from ..engines.server_list import ServerList
 from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
@@ -31,101 +31,84 @@ if TYPE_CHECKING:
     from ..serving.supervisor import Supervisor
 
 
+def option(text: str, *names: str, metavar: str | None = None) -> Any:
+    """Declares an option."""
+    return typer.Option(*names, help=text, metavar=metavar)
+
+
+Model = Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the Hugging Face Hub.")]
+Flags = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vLLM for every server.", show_default=False),
+]
+NumServers = Annotated[int, option("Number of servers, all with the same model.")]
+TensorParallelSize = Annotated[int, option("GPUs that share one copy of the model.")]
+LAYOUT = (
+    "Main servers and tail servers on the same GPUs, as servers × GPUs each, such as 4x1+1x4. On a CPU, as servers × "
+    "threads."
+)
+Devices = Annotated[
+    str | None, option("GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST")
+]
+Host = Annotated[str, option("Address to listen on. Requires a key unless it is a loopback address.")]
+Port = Annotated[int, option("Port of the first server. The others use the following ports.")]
+Speculative = Annotated[
+    str | None, option("Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD")
+]
+MaxModelLen = Annotated[
+    int | None, option("Tokens of prompt and completion together. The model's own limit by default.")
+]
+WeightSync = Annotated[str, option("How the trainer sends weights: auto, nccl or filesystem.", metavar="WAY")]
+Restart = Annotated[bool, option("Restart servers that die, while the others keep running.", "--restart")]
+NO_KEY = "On a loopback address: let every user of the machine use the servers, without a key."
+Timeout = Annotated[float, option("Seconds until a server must be healthy.")]
+LogDir = Annotated[Path | None, option("Directory for the servers' logs. A temporary one by default.")]
+OUTPUT = "File with the addresses of the healthy servers, for the trainer's `vllm_server_list`."
+Place = Annotated[str | None, option("Where the servers run: ray, on a Ray cluster. Default: here.", metavar="PLACE")]
+Name = Annotated[str, option("With `--on ray`: name by which trainers find the servers.")]
+JOIN = "With `--on ray`: add servers to those of a running command by `--name`."
+PLACEMENT = "With `--on ray`: spread over the nodes, or pack on few."
+RAY = (
+    "With `--on ray`: address of the cluster. By default RAY_ADDRESS, or the cluster that this machine belongs to, or "
+    "a new one on this machine."
+)
+
+
 def serve(
-    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the Hugging Face Hub.")],
-    vllm_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vLLM for every server.", show_default=False),
-    ] = None,
-    num_servers: Annotated[int, typer.Option(help="Number of servers, all with the same model.")] = 1,
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share one copy of the model.")] = 1,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            help="Main servers and tail servers on the same GPUs, as servers × GPUs each, such as 4x1+1x4. On a CPU, "
-            "as servers × threads.",
-            metavar="LAYOUT",
-        ),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(help="GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST"),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Requires a key unless it is a loopback address.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the first server. The others use the following ports.")] = 8000,
-    speculative: Annotated[
-        str | None,
-        typer.Option(help="Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD"),
-    ] = None,
-    draft_history: Annotated[
-        Path | None, typer.Option(help="Directory with earlier answers for drafts. New answers are added to it.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and completion together. The model's own limit by default.")
-    ] = None,
-    weight_sync: Annotated[
-        str, typer.Option(help="How the trainer sends weights: auto, nccl or filesystem.", metavar="WAY")
-    ] = "auto",
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Restart servers that die, while the others keep running.")
-    ] = False,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key that requests must have. Made for you on a loopback address.",
-            envvar=API_KEY_VARIABLE,
-            show_default=False,
-        ),
-    ] = None,
-    no_api_key: Annotated[
-        bool,
-        typer.Option(
-            "--no-api-key", help="On a loopback address: let every user of the machine use the servers, without a key."
-        ),
-    ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until a server must be healthy.")] = 1800.0,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Directory for the servers' logs. A temporary one by default.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the addresses of the healthy servers, for the trainer's `vllm_server_list`.",
-            metavar="FILE",
-        ),
-    ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(help="Where the servers run: ray, on a Ray cluster. Default: here.", metavar="PLACE"),
-    ] = None,
-    name: Annotated[str, typer.Option(help="With `--on ray`: name by which trainers find the servers.")] = "trl-darts",
-    join: Annotated[
-        bool, typer.Option("--join", help="With `--on ray`: add servers to those of a running command by `--name`.")
-    ] = False,
-    placement: Annotated[
-        str, typer.Option(help="With `--on ray`: spread over the nodes, or pack on few.", metavar="WAY")
-    ] = "spread",
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help="With `--on ray`: address of the cluster. By default RAY_ADDRESS, or the cluster that this machine "
-            "belongs to, or a new one on this machine.",
-            metavar="ADDRESS",
-        ),
-    ] = None,
+    model: Model,
+    vllm_flags: Flags = None,
+    num_servers: NumServers = 1,
+    tensor_parallel_size: TensorParallelSize = 1,
+    layout: Annotated[str | None, option(LAYOUT, metavar="LAYOUT")] = None,
+    devices: Devices = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    speculative: Speculative = None,
+    max_model_len: MaxModelLen = None,
+    weight_sync: WeightSync = "auto",
+    restart: Restart = False,
+    no_api_key: Annotated[bool, option(NO_KEY, "--no-api-key")] = False,
+    timeout: Timeout = 1800.0,
+    log_dir: LogDir = None,
+    output: Annotated[Path | None, option(OUTPUT, metavar="FILE")] = None,
+    on: Place = None,
+    name: Name = "trl-darts",
+    join: Annotated[bool, option(JOIN, "--join")] = False,
+    placement: Annotated[str, option(PLACEMENT, metavar="WAY")] = "spread",
+    ray_address: Annotated[str | None, option(RAY, metavar="ADDRESS")] = None,
 ) -> None:
     """
     Start vLLM servers for a trainer, and print the trainer's arguments. Ctrl-C stops all servers.
 
-    Progress goes to standard error, the arguments to standard output.
+    Progress goes to standard error, the arguments to standard output. Requests must have the key of the environment
+    variable VLLM_API_KEY. Without it, one is made for you on a loopback address.
 
     Example:
 
         trl-darts serve Qwen/Qwen2.5-7B --num-servers 2 --devices 2,3 -- --gpu-memory-utilization 0.85
     """
-    start(ServeOptions(**locals()))  # the parameters are its fields
+    # The parameters are its fields. Every user of the machine can read a command line, so the key is not among them.
+    start(ServeOptions(**locals(), api_key=os.environ.get(API_KEY_VARIABLE)))
 
 
 def start(options: ServeOptions) -> None:
@@ -233,8 +216,7 @@ class Display:
     def _write_list(self) -> None:
         found = ServerList(tuple(self.supervisor.urls), self._num_servers)
         if self._output is not None and found != self._listed and (found.urls or self._listed):
-            with writing("output", self._output):
-                found.write(self._output)
+            found.write(self._output)
             self._listed = found
 
     def _progress(self) -> None:

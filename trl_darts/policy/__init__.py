@@ -6,10 +6,8 @@ only: nothing here reads a clock or uses a shared random generator.
 """
 
 from .allocation import allocate_redundancy
-from .bias import LengthBias, RewardBias, length_bias, reward_bias
 from .budget import BudgetController, redundancy_budget
 from .censoring import GroupMoments, group_moments
-from .drafts import draft_budget, drafted_latency
 from .forecast import EngineTimes, Forecast, Layout, TailTimes, remaining_lengths
 from .latency import LatencyCurve, rollout_time
 from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillCurve, PrefillPoint
@@ -29,21 +27,15 @@ __all__ = [
     "LatencyProfile",
     "LatencySurface",
     "Layout",
-    "LengthBias",
     "LengthTracker",
     "PrefillCurve",
     "PrefillPoint",
     "PromptLengthPrior",
-    "RewardBias",
     "TailTimes",
     "allocate_redundancy",
-    "draft_budget",
-    "drafted_latency",
     "group_moments",
-    "length_bias",
     "redundancy_budget",
     "remaining_lengths",
-    "reward_bias",
     "rollout_time",
     "select_dual_end",
     "select_shortest",

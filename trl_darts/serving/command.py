@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from ..engines.addresses import API_KEY_VARIABLE, key_path
 from ..engines.server_list import RAY_PREFIX
-from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
 from .memory import FLAG, shared_utilization
 from .options import SPECULATIVE, ServeOptions, is_loopback
@@ -214,8 +213,6 @@ def _env(
         env[VISIBLE_DEVICES] = ",".join(devices)
     if options.api_key is not None:
         env |= {API_KEY_VARIABLE: options.api_key, "VLLM_USE_RUST_FRONTEND": "0"}  # it does not run middleware
-    if options.draft_history is not None:
-        env[HISTORY_VARIABLE] = str(options.draft_history.absolute())
     if build.cpu:
         defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         if _in_one_process(options):

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from ..analysis.output_files import check_directory, check_writable
+from ..analysis.output_files import check_writable
 from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError
 from ..policy import Layout
-from ..policy.drafts import MAX_DRAFT
 from ..recipes.files import unreachable
 from ..scheduling.rules import one_of
+from ..speculation.drafter import MAX_DRAFT
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 
@@ -48,7 +48,7 @@ _REMEDIES = {
     "use `--tensor-parallel-size` before `--`": ("--tensor-parallel-size", "-tp"),
     "use `--devices` before `--`": ("--device-ids",),
     "use `--max-model-len` before `--`": ("--max-model-len",),
-    f"use `--api-key` before `--`, or the environment variable {API_KEY_VARIABLE}": ("--api-key",),
+    f"everyone on the machine can read a command line. Set {API_KEY_VARIABLE} in the environment": ("--api-key",),
     "use `--speculative` before `--`": (
         *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
     ),
@@ -83,7 +83,6 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     speculative: str | None = None
-    draft_history: Path | None = None
     max_model_len: int | None = None
     weight_sync: str = "auto"
     restart: bool = False
@@ -207,18 +206,9 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         )
     if options.speculative is not None:
         _check_speculative(options.speculative, build)
-    if options.draft_history is not None and options.speculative != "suffix":
-        raise ConfigurationError(
-            f"`draft_history` ({str(options.draft_history)!r}) needs `speculative='suffix'`, the only method that "
-            "uses it. Add `--speculative suffix`, or leave it out."
-        )
     _check_key(options)
     check_ports(options.host, options.ports)
     check_model(options.model)
-    if options.draft_history is not None:
-        from ..speculation.store import Store  # loads transformers
-
-        Store(options.draft_history, options.flags.get("--tokenizer", options.model))
     for part in options.sets:
         part.split_devices(build)
 
@@ -304,7 +294,7 @@ def log_directory(log_dir: Path | None) -> Path:
     """Creates and returns the directory for logs, a temporary one by default."""
     if log_dir is None:
         return Path(tempfile.mkdtemp(prefix="trl_darts_serve_"))
-    check_directory("log_dir", log_dir)
+    log_dir.mkdir(parents=True, exist_ok=True)
     return log_dir
 
 

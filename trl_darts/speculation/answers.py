@@ -98,9 +98,6 @@ class History:
         if self.num_tokens > self._max_tokens:
             self._evict()
 
-    def current_answers(self) -> list[tuple[Prompt, Answer]]:
-        return [(p, answer) for p in self._prompts.values() for answer in p.answers if answer.version == self.version]
-
     def _evict(self) -> None:
         answers = [(answer, prompt) for prompt in self._prompts.values() for answer in prompt.answers]
         answers.sort(key=lambda pair: (pair[0].version, -len(pair[0].tokens)))

@@ -8,50 +8,26 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from ..policy.drafts import draft_budget
 from .answers import History, Prompt
 from .gain import DraftGain
 from .index import SuffixIndex
-from .step_times import StepTimes
 
-
-if TYPE_CHECKING:
-    from .store import Store
 
 logger = logging.getLogger("vllm.trl_darts")
 
-HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # environment variable of the server that names a directory
 ALWAYS_VARIABLE = "TRL_DARTS_ALWAYS_DRAFT"  # if set, drafts don't pause where they don't pay: for measurements
 
 # Of the trainer's requests, see `engines/vllm_rollout.py`. A resumed one has part of an answer after its prompt.
 PROMPT_LENGTH = re.compile(r"-p(\d+)-[0-9a-f]{32}-")
 # A sequence can be missing from a batch for a while: vLLM preempts some, and skips some during a long prefill.
 STEPS_BETWEEN_SWEEPS = 64
-# A sequence's acceptance is at first that of all others, which starts at 1/2. Its counts decay by the first factor in
-# steps with drafts, because answers diverge from their siblings, and by the second in steps without, so that drafting
-# is eventually tried again. The others' counts decay by the third with each draft.
-MEMORY_DRAFTED, MEMORY_IDLE, MEMORY_COMMON = 0.9, 0.98, 0.998
-FIRST_ACCEPTANCE = 0.5
+# A sequence drafts twice as many tokens as the model accepted last time, and two more. Whether drafts pay at all in as
+# large a batch is measured, see `DraftGain`.
+MAX_DRAFT, FIRST_DRAFT = 16, 4
 MAX_INDEXED = 2**23  # total tokens of all indexes, about 1 GiB; no index is created beyond it
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """Counts of drafted tokens, from which the probability is estimated that the next one is accepted."""
-
-    accepted: float = 0.0
-    rejected: float = 0.0
-
-    def forget(self, memory: float) -> None:
-        self.accepted, self.rejected = memory * self.accepted, memory * self.rejected
-
-    def estimate(self, prior: float) -> float:
-        """Returns the probability that a drafted token is accepted once those before it are."""
-        return (self.accepted + 2 * prior) / (self.accepted + self.rejected + 2)
 
 
 @dataclass(slots=True)
@@ -64,17 +40,12 @@ class Answering:
     last_step: int
     text: int | None = None  # in the prompt's index
     num_drafted: int = 0  # in the last step
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    budget: int = FIRST_DRAFT  # most tokens to draft next
 
-    def learn(self, num_new: int, common: Acceptance) -> None:
-        """Updates both acceptances from a step's `num_new` tokens, the last of which the model sampled itself."""
-        if not self.num_drafted:
-            self.acceptance.forget(MEMORY_IDLE)
-            return
-        for own, memory in ((self.acceptance, MEMORY_DRAFTED), (common, MEMORY_COMMON)):
-            own.forget(memory)
-            own.accepted += num_new - 1
-            own.rejected += num_new <= self.num_drafted
+    def learn(self, num_new: int) -> None:
+        """Sets the budget from a step's `num_new` tokens, the last of which the model sampled itself."""
+        if self.num_drafted:
+            self.budget = min(2 * num_new, MAX_DRAFT)
 
 
 class SuffixDrafter:
@@ -89,21 +60,11 @@ class SuffixDrafter:
         self.num_failures = 0
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._times, self._gain = StepTimes(), DraftGain(pauses=not os.environ.get(ALWAYS_VARIABLE))
-        self._acceptance = Acceptance()  # of all sequences
+        self._gain = DraftGain(pauses=not os.environ.get(ALWAYS_VARIABLE))
         self._forget()
-        self._store: Store | None = None
         parallel = vllm_config.parallel_config
         # vLLM takes drafts from the first rank of the last stage alone, and only this stage has drafters.
         self._drafts = parallel.rank % parallel.tensor_parallel_size == 0
-        directory = os.environ.get(HISTORY_VARIABLE)
-        if directory and self._drafts:
-            with self._surviving():
-                from .store import Store  # loads transformers and pyarrow
-
-                store = Store(Path(directory), vllm_config.model_config.tokenizer)
-                store.load(self._history)
-                self._store = store
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: there is no model, but vLLM's CPU build calls this method."""
@@ -113,20 +74,10 @@ class SuffixDrafter:
         return [[] for _ in sampled_token_ids]
 
     def new_policy(self) -> None:
-        """Stores the previous policy's answers. Called after a weight update."""
+        """Moves the previous policy's answers to the history. Called after a weight update."""
         with self._surviving():
             self._sweep(max_age=0)
-            self._save()
             self._history.version += 1
-
-    def _save(self) -> None:
-        """Stores the answers. If this fails, as on a full disk, later servers lack them."""
-        try:
-            if self._store is not None:
-                self._store.save(self._history)
-        except OSError as error:
-            logger.warning("Answers are no longer stored in %s: %s", self._store and self._store.directory, error)
-            self._store = None
 
     def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """
@@ -175,7 +126,7 @@ class SuffixDrafter:
         may_draft = bool(decoding) and self._gain.allows_drafts(len(decoding))
         for row, answering in decoding.items():
             if may_draft:
-                drafts[row] = self._draft_one(answering, len(decoding))
+                drafts[row] = self._draft_one(answering)
             answering.num_drafted = len(drafts[row])
         if self._step % STEPS_BETWEEN_SWEEPS == 0:
             self._sweep(max_age=STEPS_BETWEEN_SWEEPS)
@@ -191,7 +142,7 @@ class SuffixDrafter:
             sampled = batch.token_ids_cpu[row, answering.end : end].tolist()
         answering.tokens += sampled
         answering.end, answering.last_step = end, self._step
-        answering.learn(len(sampled), self._acceptance)
+        answering.learn(len(sampled))
         if answering.text is not None and answering.prompt.index is not None:
             answering.prompt.index.extend(answering.text, sampled)
         return answering
@@ -212,14 +163,11 @@ class SuffixDrafter:
         self._last_time = now
         if before is not None and decoding and only_decoding:
             num_drafted = sum(answering.num_drafted for answering in decoding.values())
-            self._times.add(len(decoding) + num_drafted, now - before)
             self._gain.add(len(decoding), num_drafted, num_tokens, now - before)
 
-    def _draft_one(self, answering: Answering, num_running: int) -> list[int]:
+    def _draft_one(self, answering: Answering) -> list[int]:
         prompt = answering.prompt
-        acceptance = answering.acceptance.estimate(self._acceptance.estimate(FIRST_ACCEPTANCE))
-        limit = min(self._max_draft, self._max_model_len - answering.end - 1)
-        budget = draft_budget(num_running, self._times.knee, acceptance, limit)
+        budget = min(answering.budget, self._max_draft, self._max_model_len - answering.end - 1)
         if budget <= 0:
             return []
         if answering.text is None:

@@ -1,15 +1,38 @@
 """Measures whether drafts pay on this server, and pauses them while they don't."""
 
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
 from dataclasses import dataclass
-
-from .step_times import RecentTimes
+from statistics import median
 
 
 CONTROL_EVERY = 16  # steps: one of them has no drafts, for comparison
 # In steps without drafts. A single step loses no more than this, because it may be a pause of the process.
 MOST_LOST_PER_STEP, MOST_LOST = 0.5, 2.0
+NUM_RECENT = 31  # steps of each size: their median is robust to pauses
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # steps of a range of sizes; each pause in a row is twice as long
+
+
+class RecentTimes:
+    """Times of recent steps by size, rounded to powers of √2."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_RECENT))
+
+    def add(self, size: int, seconds: float) -> None:
+        """Records a step."""
+        self._recent[_rounded(size)].append(seconds)
+
+    def __contains__(self, size: int) -> bool:
+        return _rounded(size) in self._recent
+
+    def median(self, size: int) -> float:
+        """Returns the median time of steps of about this size, of which at least one is known."""
+        return median(self._recent[_rounded(size)])
+
+
+def _rounded(size: int) -> int:
+    return round(2 * math.log2(size))
 
 
 @dataclass(slots=True)

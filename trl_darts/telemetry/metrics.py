@@ -12,9 +12,7 @@ from accelerate import Accelerator
 from ..buffer.batches import BufferedRows
 from ..engines.batch import PromptBatch
 from ..engines.vllm_api import DraftCounts
-from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
-from ..training.rows import total_rewards
 from ..weights import SyncRecord
 
 
@@ -295,33 +293,3 @@ def ratio_metrics(output: Mapping[str, Any], accelerator: Accelerator) -> dict[s
         "darts/staleness/altered_share": num_altered / count,
     }
 
-
-def bias_metrics(
-    record: RolloutRecord,
-    rewards_per_func: torch.Tensor,
-    reward_weights: torch.Tensor,
-    first_rows: Mapping[int, int] | None = None,
-) -> dict[str, float]:
-    """
-    Returns the bias of lengths and rewards caused by the selection.
-
-    `rewards_per_func` has shape `(N·M, F)` and holds the rewards of the training batch over all processes, NaN for
-    none. `first_rows` maps `group_id` to the first row of the group in that batch, if it differs from the group's
-    position. Rewards of other groups are unknown, because they are trained on in a later batch.
-    """
-    size = record.num_generations
-    if first_rows is None:
-        first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
-    rewards = total_rewards(rewards_per_func, reward_weights).tolist()
-    groups = record.ended
-    lengths = [group.lengths for group in groups]
-    finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]
-    selected = [group.selected for group in groups]
-    starts = [first_rows.get(group.group_id) for group in groups]
-    known = [
-        [math.nan] * len(rows) if start is None else list(rewards[start : start + len(rows)])
-        for rows, start in zip(selected, starts, strict=True)
-    ]
-    report = length_bias(lengths, finished, selected, size)._asdict()
-    report |= reward_bias(lengths, finished, selected, known, size)._asdict()
-    return {f"darts/bias/{name}": value for name, value in report.items() if not math.isnan(value)}

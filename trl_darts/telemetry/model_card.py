@@ -32,7 +32,6 @@ EFFECTS = {
     "darts/rollout/generated_tokens": "tokens generated per rollout",
     "darts/rollout/kept_tokens": "tokens kept per rollout",
     "darts/selection/kept_vs_pool_length_ratio": "mean length of kept candidates / of all candidates",
-    "darts/bias/reward_gap": "mean reward of kept candidates − estimate for an unbiased sample",
 }
 
 

@@ -49,7 +49,7 @@ def measured(monkeypatch, tmp_path) -> list:
         ([URL, URL + "/"], f"`url` ('{URL}') must be named once"),
         ([URL, "--repeats", "0"], "`repeats` (0) must be at least 1"),
         ([URL, "--batch-sizes", "1,b"], "`batch_sizes` ('1,b') must be whole numbers and commas"),
-        ([URL, "--output", "no/latency.json"], "`output` ('no/latency.json') must be a file that can be written: the"),
+        ([URL, "--output", "no/latency.json"], "`output` ('no/latency.json') must be a file that can be written: No"),
         ([URL, "--plot", "latency.docx"], "`plot` ('latency.docx') must end in .png, .svg, .pdf. Rename it."),
         ([URL, "--output", "latency.png"], "`plot` and `output` ('latency.png') must be two files"),
         ([URL, "--tail-of", "none.json"], "`tail_of` ('none.json') must name a JSON file with a latency profile"),

@@ -3,7 +3,6 @@
 import csv
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +13,7 @@ from trl_darts.cli import app, simulate
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 
 
-SMALL = ["--steps", "2", "--seeds", "1", "--prompts-per-step", "8", "--median-length", "50"]
+SMALL = ["--steps", "2", "--seeds", "1", "--prompts-per-step", "8"]
 ON_TRACE = ["--steps", "2", "--seeds", "1", "--schedule", "grpo"]
 
 
@@ -73,20 +72,12 @@ def test_example_of_the_help_works(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--schedule", "grpo", "sorted", "partial_rollout"],
         ["--schedule", "grpo", "--schedule", "sorted", "--schedule", "partial_rollout"],
-        ["--schedule", "grpo", "sorted,partial_rollout"],
+        ["--schedule", "grpo,sorted", "--schedule", "partial_rollout"],
     ],
 )
 def test_schedules_are_separated_as_one_likes(tmp_path, words):
     assert [row["setting"] for row in rows(*SMALL, *words, output=tmp_path)] == ["grpo", "sorted", "partial_rollout"]
-
-
-def test_uniform_groups_are_counted_by_lessons():
-    done = run("--uniform-share", "0.5", "--sweep", "drop_uniform_groups=false,true", "--schedule", "grpo", *SMALL)
-    assert done.exit_code == 0, done.stderr
-    assert "infor-" in done.stdout
-    assert "The speed-up is of seconds per such group" in " ".join(done.stdout.split())
 
 
 def test_each_quantity_has_its_interval_below_it():
@@ -124,19 +115,6 @@ def test_the_guard_of_long_answers_is_simulated_and_told(tmp_path):
     assert "without a guard (--sweep long_end_every=none), 10 to 25 % below the latter" in text
 
 
-def test_each_endless_share_has_a_baseline_of_its_own(tmp_path):
-    found = rows(*SMALL, "--endless-share", "0,0.05", output=tmp_path)
-    names = [
-        "grpo, endless_share=0",
-        "darts, long_end_every=4, endless_share=0",
-        "grpo, endless_share=0.05",
-        "darts, long_end_every=4, endless_share=0.05",
-    ]
-    assert [row["setting"] for row in found] == names
-    assert [float(found[index]["speedup"]) for index in (0, 2)] == [1.0, 1.0]
-    assert [float(found[index]["truncated_ratio"]) > 0 for index in (0, 2)] == [False, True]
-
-
 def test_each_setting_has_its_fastest_split_of_the_gpus(tmp_path):
     """As if each split were simulated by itself."""
     found = rows(*SMALL, "--num-gpus", 3, "--train-seconds-per-token", 1e-2, output=tmp_path)
@@ -151,25 +129,6 @@ def test_each_setting_has_its_fastest_split_of_the_gpus(tmp_path):
         assert row["setting"] == f"{alone[1][place]['setting']}, engines={engines}"
         assert float(row["step_seconds"]) == seconds
         assert float(row["speedup"]) == pytest.approx(float(found[0]["step_seconds"]) / seconds)
-
-
-@pytest.mark.parametrize(
-    ("limits", "options", "expected"),
-    [
-        ({}, [], (None, None, 1.0)),
-        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, [], (64, 9_000, 1.0)),
-        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, ["--max-num-seqs", 128], (128, 9_000, 1.0)),
-        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, ["--kv-tokens", 500], (64, 500, 1.0)),
-        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, ["--prefill-seconds-per-token", 0], (64, 9_000, 0.0)),
-    ],
-)
-def test_an_engine_is_as_it_was_profiled_unless_it_is_said_otherwise(tmp_path, monkeypatch, limits, options, expected):
-    clusters = []
-    monkeypatch.setattr(simulate, "show", lambda console, outcomes, workload, cluster, *size: clusters.append(cluster))
-    profile = save_profile(tmp_path / "latency.json", **limits)
-    assert run(*SMALL, "--schedule", "grpo", "--latency-curve", profile, *options).exit_code == 0
-    (cluster,) = clusters
-    assert (cluster.max_num_seqs, cluster.kv_tokens, cluster.prefill_seconds_per_token) == pytest.approx(expected)
 
 
 def test_what_a_profile_limits_waits(recorded, tmp_path):
@@ -194,16 +153,6 @@ def test_a_curve_of_another_model_is_refused(no_training, recorded, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option",
-    ["--workload", "--num-prompts", "--median-length", "--inter-prompt-std", "--intra-prompt-std", "--endless-share"],
-)
-def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
-    value = "64" if option == "--num-prompts" else "0.5"
-    error = refused("--trace", recorded, option, value)
-    assert error.startswith(f"Error: `{option}` ({value}) has no effect with `--trace` ('{recorded}')")
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--trace", "/nowhere"], "`--trace` ('/nowhere') must be the `output_dir` of a run"),
@@ -212,21 +161,21 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
             "Error: `--latency-curve` ('/nowhere.json') must name a JSON file with a latency curve",
         ),
         (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
-        (["outputs/grpo"], "`outputs/grpo` is one argument too many: only schedules (grpo, darts,"),
+        (["outputs/grpo"], "(outputs/grpo)"),
         (["--workload", "mine"], "`--workload` ('mine') must be one of 'llama_8b_deepscaler', 'deepseek_r1'"),
-        (["--endless-share", "0,few"], "`--endless-share` ('0,few') must be numbers from 0 to 0.1 and commas"),
-        (["--uniform-share", "1"], "`uniform_share` (1.0) must be between 0 and 0.9"),
+        (["--kv-tokens", "4"], "`--kv-tokens` was removed. A file of `trl-darts profile` has it."),
+        (["--endless-share", "0.1"], "`--endless-share` was removed. Name a run with `--trace`, or use"),
+        (["--layout", "4x2+1x8"], "`--layout` was removed. Use `trl_darts.analysis.simulation.ClusterSpec` in Python"),
         (["--num-gpus", "8"], "`--num-gpus` (8) needs `--train-seconds-per-token`"),
         (["--num-gpus", "1"], "`--num-gpus` (1) must be at least 2"),
         (["--num-gpus", "8", "--num-engines", "4"], "`--num-engines` (4) has no effect with `--num-gpus` (8)"),
         (["--steps", "0"], "`--steps` (0) must be at least 1"),
-        (["--output", "out"], "`--output` ('out/simulation.png') must be a file that can be written: it is a direct"),
+        (["--output", "file"], "File exists: 'file'"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_computed(no_training, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    (tmp_path / "out" / "simulation.png").mkdir(parents=True)
     assert words in refused("--seeds", "1", *options)
 
 
@@ -237,34 +186,6 @@ def test_a_picture_that_can_not_be_drawn_is_known_before(no_training, tmp_path, 
     assert "pip install 'trl-darts[report]'" in result.stderr
 
 
-def test_engines_of_two_layouts(tmp_path):
-    small = ["--layout", "4x2+1x8", *SMALL, "--schedule", "grpo"]
-    with_tail = rows(*small, "--median-length", 2000, "--sweep", "tail_switch_at=0,8,none", output=tmp_path)
-    assert [row["setting"] for row in with_tail] == [f"grpo, tail_switch_at={n}" for n in (0, 8, None)]
-    assert float(with_tail[2]["speedup"]) > 1.0
-    path = save_profile(tmp_path / "latency.json")
-    profile = LatencyProfile.load(path)
-    replace(profile, tail=profile).save(tmp_path / "both.json")
-    own = [*SMALL, "--schedule", "grpo", "--layout", "2x1+1x4", "--switch-seconds", 0]
-    assert len(rows(*own, "--latency-curve", tmp_path / "both.json", output=tmp_path)) == 1
-    assert "has none of the tail's. Add it with `trl-darts profile URL --tail-of" in refused(
-        *own, "--latency-curve", path
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--layout", "4x2"], "`--layout` ('4x2') must be main and tail engines that differ"),
-        (["--layout", "1x2+1x2"], "must be main and tail engines that differ"),
-        (["--layout", "8x1+1x8"], "needs `--latency-curve`, a profile of both kinds of engines"),
-        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not work with `--layout`"),
-        (
-            ["--layout", "4x2+1x8", "--sweep", "tail_share=0.1"],
-            "`--sweep tail_share` needs tail engines",
-        ),
-        (["--sweep", "tail_switch_at=4"], "`--sweep tail_switch_at` needs tail engines. Give `--layout`"),
-    ],
-)
-def test_refused_layouts(words, message, no_training):
-    assert message in refused(*words)
+def test_a_trace_has_lengths_of_its_own(no_training, recorded):
+    error = refused("--trace", recorded, "--workload", "deepseek_r1")
+    assert error.startswith(f"Error: `--workload` (deepseek_r1) has no effect with `--trace` ('{recorded}')")

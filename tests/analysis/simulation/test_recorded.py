@@ -11,11 +11,9 @@ from trl_darts.analysis.report.tables import rollouts
 from trl_darts.analysis.simulation import (
     ClusterSpec,
     LogNormalLengths,
+    RecordedRun,
     Workload,
-    recorded_rollouts,
-    recorded_workload,
 )
-from trl_darts.analysis.simulation.recorded import fitted_cluster
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
@@ -40,7 +38,7 @@ WORKLOAD = Workload(LogNormalLengths(64, 200.0, 0.6, 0.5), 16, 2048, redraws=Tru
 def test_a_replay_is_the_rollout_itself(tmp_path, schedule, fields):
     settings = ScheduleSettings(schedule, num_generations=4, **fields)
     record(tmp_path / "run", settings, WORKLOAD, QUEUED, 12)
-    recorded = list(recorded_rollouts(tmp_path / "run"))
+    recorded = list(RecordedRun(tmp_path / "run").rollouts())
     assert len(recorded) == 12
     for rollout in recorded:
         result = rollout.replay(settings, QUEUED, WORKLOAD.max_completion_length)
@@ -52,10 +50,10 @@ def test_a_replay_is_the_rollout_itself(tmp_path, schedule, fields):
 def test_schedules_that_look_ahead_leave_a_workload_but_no_replay(tmp_path, schedule):
     settings = ScheduleSettings(schedule, num_generations=4)
     record(tmp_path / "run", settings, WORKLOAD, QUEUED, 8)
-    workload, rows = recorded_workload(tmp_path / "run")
+    workload, rows = RecordedRun(tmp_path / "run").workload()
     assert (workload.prompts_per_step, workload.max_completion_length, rows) == (16, 2048, 4)
     with pytest.raises(ConfigurationError, match=rf"`schedule` \('{schedule}'\) can't be replayed"):
-        next(recorded_rollouts(tmp_path / "run")).replay(settings, QUEUED, WORKLOAD.max_completion_length)
+        next(RecordedRun(tmp_path / "run").rollouts()).replay(settings, QUEUED, WORKLOAD.max_completion_length)
 
 
 @pytest.mark.parametrize("schedule", ["grpo", "darts", "tail_batching", "partial_rollout", "sorted"])
@@ -76,12 +74,12 @@ def test_the_curve_of_a_run_is_that_of_its_engines(tmp_path, schedule):
     spec = ClusterSpec(CURVE, num_engines=2)
     record(tmp_path / "run", ScheduleSettings(schedule, num_generations=4), WORKLOAD, spec, 6)
     append_entry(tmp_path / "run", {"run": {"num_engines": 2}})
-    cluster = fitted_cluster(tmp_path / "run", QUEUED)
+    cluster = RecordedRun(tmp_path / "run").fitted_cluster(QUEUED)
     sizes = np.array([1.0, 4, 16, 28])
     assert cluster.latency(sizes) == pytest.approx(CURVE(sizes), rel=0.06)
     assert (cluster.num_engines, cluster.max_num_seqs) == (2, None)
     assert "candidates of the run on 2 engines. It predicts the sec" in cluster.latency.metadata["fitted"]
-    assert fitted_cluster(tmp_path / "run", QUEUED, num_engines=3).num_engines == 3
+    assert RecordedRun(tmp_path / "run").fitted_cluster(QUEUED, num_engines=3).num_engines == 3
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_the_curve_of_a_run_is_that_of_its_engines(tmp_path, schedule):
 )
 def test_no_curve_of_a_run(tmp_path, num_rollouts, settings, why):
     write_run(tmp_path, traces=num_rollouts, log=num_rollouts, settings={"name": "out", **settings})
-    cluster = fitted_cluster(tmp_path, QUEUED)
+    cluster = RecordedRun(tmp_path).fitted_cluster(QUEUED)
     assert cluster == QUEUED
     assert cluster.latency.metadata == {"not_fitted": why}
 
@@ -114,17 +112,16 @@ def test_workload_of_a_run(tmp_path):
         trace = pd.DataFrame(rows, columns=names).assign(num_carried_tokens=0, carried_over=False)
         trace = trace.assign(expected_length=trace["length"].astype(float))
         trace.to_parquet(tmp_path / "rollouts" / f"rollout_{step:05d}_00.parquet")
-    workload, rows = recorded_workload(tmp_path)
+    workload, rows = RecordedRun(tmp_path).workload()
     assert rows == 2
     assert (workload.prompts_per_step, workload.max_completion_length, workload.prompt_tokens) == (2, 200, 8)
     assert workload.lengths.lengths == [[100, 200, 101, 200], [50, 60, 40, 50, 60, 40]]
     assert workload.lengths.censored == [[False] * 4, [False, True, True] * 2]
     (tmp_path / "rollouts" / "log.jsonl").write_text('{"run": {"max_completion_length": 60}}\n{"step": 1}\n')
-    workload, rows = recorded_workload(tmp_path, num_generations=5, fixed_seconds=1.0)
-    assert (workload.max_completion_length, workload.fixed_seconds, rows) == (60, 1.0, 5)
+    workload, rows = RecordedRun(tmp_path).workload(fixed_seconds=1.0)
+    assert (workload.max_completion_length, workload.fixed_seconds, rows) == (60, 1.0, 2)
 
 
-@pytest.mark.parametrize("read", [recorded_workload, lambda directory: list(recorded_rollouts(directory))])
-def test_a_run_without_traces_is_refused(tmp_path, read):
+def test_a_run_without_traces_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"must be the `output_dir` of a run with `save_rollout_trace=True`"):
-        read(tmp_path)
+        RecordedRun(tmp_path).workload()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.builders import letters_dataset, make_trainer
 from tests.test_trainer_server import server_args
-from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
+from trl_darts.analysis.simulation import ClusterSpec, RecordedRun
 from trl_darts.policy import LatencyCurve
 
 
@@ -29,7 +29,7 @@ def test_the_simulator_keeps_the_same_rows(run_dir):
     directory, settings = run_dir
     spec = ClusterSpec(LatencyCurve([1, 128], [0.002, 0.006]))
     same = total = 0
-    for rollout in recorded_rollouts(directory):
+    for rollout in RecordedRun(directory).rollouts():
         result = rollout.replay(settings, spec, LIMIT)
         for group, kept in zip(result.groups, rollout.selected, strict=True):
             same += group.selected == kept

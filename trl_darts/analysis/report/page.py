@@ -14,7 +14,6 @@ from ... import __version__
 from ...errors import ConfigurationError
 from ...import_utils import require_matplotlib
 from ..colors import GRID, INK, MUTED, ON_DARK, colors_of
-from ..output_files import check_directory, check_writable, writing
 from ..simulation.recorded import curve_of
 from . import charts
 from .panels import Panel, panels_of
@@ -75,8 +74,7 @@ def write_report(
     curve = None if latency_curve is None else curve_of(latency_curve, models)
     window = compared_steps(runs)
     page = render(runs, window, list(panels_of(runs, window, step, curve)))
-    with writing("--output", output):
-        output.write_text(page, encoding="utf-8")
+    output.write_text(page, encoding="utf-8")
     return output
 
 
@@ -132,6 +130,5 @@ def _check_output(output: Path) -> Path:
         raise ConfigurationError(
             f"`--output` ({str(output)!r}) must be the name of an HTML file. Choose one such as 'report.html'."
         )
-    check_directory("--output", output.parent)
-    check_writable("--output", output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     return output

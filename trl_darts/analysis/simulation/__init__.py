@@ -2,9 +2,9 @@
 
 from ..estimates import Estimate
 from .cluster import SimulatedCluster
-from .cluster_spec import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, PAT_LAYOUT, ClusterSpec
+from .cluster_spec import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, ClusterSpec
 from .comparison import Outcome, compare
-from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
+from .recorded import RecordedRollout, RecordedRun
 from .run import SimulatedRun
 from .sweep import parse_sweep, settings_of
 from .training import SimulatedTraining
@@ -16,7 +16,6 @@ __all__ = [
     "ENDLESS",
     "LLAMA_8B_NIM",
     "PAT_CLUSTER",
-    "PAT_LAYOUT",
     "WORKLOADS",
     "ClusterSpec",
     "Estimate",
@@ -25,13 +24,12 @@ __all__ = [
     "Outcome",
     "RecordedLengths",
     "RecordedRollout",
+    "RecordedRun",
     "SimulatedCluster",
     "SimulatedRun",
     "SimulatedTraining",
     "Workload",
     "compare",
     "parse_sweep",
-    "recorded_rollouts",
-    "recorded_workload",
     "settings_of",
 ]

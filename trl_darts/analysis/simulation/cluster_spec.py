@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigurationError
-from ...policy import EngineTimes, LatencyCurve, LatencyProfile, Layout, PrefillCurve, TailTimes
+from ...policy import EngineTimes, LatencyCurve, PrefillCurve, TailTimes
 from ...scheduling import TailServers
 
 
@@ -72,18 +71,6 @@ class ClusterSpec:
         }
         return cls(curve, **own | fields)
 
-    @classmethod
-    def of_layouts(cls, path: Path, main: Layout, tail: Layout, **fields: Any) -> ClusterSpec:
-        """Reads main and tail engines from a profile of both."""
-        profile = LatencyProfile.load(path, "--latency-curve")
-        if profile.tail is None:
-            raise ConfigurationError(
-                f"`--latency-curve` ({str(path)!r}) must be a profile of both kinds of engines, and has none of the "
-                f"tail's. Add it with `trl-darts profile URL --tail-of {path}`."
-            )
-        own = cls.of(profile.tail.curve, profile.tail.prefill, num_engines=tail.num_engines)
-        return cls.of(profile.curve, profile.prefill, num_engines=main.num_engines, tail=own, **fields)
-
     def tail_servers(self, max_completion_length: int) -> TailServers | None:
         """Returns the tail engines as the schedule describes them."""
         if self.tail is None:
@@ -106,7 +93,6 @@ ASSUMED_CLUSTER = ClusterSpec(LLAMA_8B_NIM, num_engines=8)
 # LLaMA-3.1-8B on eight A40, as four engines of two GPUs and as one of eight: 15.37 and 9.64 ms per token for one
 # sequence of all engines together, 24.41 and 30.87 ms for 128 (PAT, Figure 4). Prefilling nine sequences of 12K tokens
 # again takes 19.01 s (Section 5.4). A switch takes 5.52 s, or 3.16 s without moving the cache.
-PAT_LAYOUT = "4x2+1x8"
 _PAT = {"assumed": "LLaMA-3.1-8B on eight A40, as in PAT's Figure 4"}
 _PREFILL_SECONDS_PER_TOKEN = 19.01 / (9 * 12_288)
 PAT_CLUSTER = ClusterSpec(

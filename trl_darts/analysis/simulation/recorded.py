@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,60 +37,113 @@ STOP = FinishReason.STOP.value
 LARGE_ERROR = 0.2  # of a fitted curve
 
 
-def recorded_workload(
-    run_dir: Path,
-    prompts_per_step: int | None = None,
-    max_completion_length: int | None = None,
-    num_generations: int | None = None,
-    **fields: Any,
-) -> tuple[Workload, int]:
+@dataclass(frozen=True)
+class RecordedRun:
     """
-    Builds a workload from the traces of a run with `save_rollout_trace=True`.
+    A run whose rollouts were recorded.
 
     Args:
-        run_dir (`Path`):
-            The run's `output_dir`.
-        prompts_per_step (`int`, *optional*):
-            Defaults to the prompts that the run trained on per rollout.
-        max_completion_length (`int`, *optional*):
-            Defaults to the run's, as its log says, or else to its longest candidate.
-        num_generations (`int`, *optional*):
-            Defaults to the run's.
-        **fields (*optional*):
-            Further fields of [`Workload`].
-
-    Returns:
-        `tuple[Workload, int]`: The workload, and its rows per prompt.
+        directory (`Path`):
+            `output_dir` of a run with `save_rollout_trace=True`, or of TRL's trainer with `record_lengths` or
+            `log_completions=True`.
 
     Raises:
-        [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
+        [`ConfigurationError`]: When it is read, if there are no traces, they lack columns, or the log can't be read.
     """
-    traces, notes = _traces(run_dir)
-    for note in notes:
-        logger.warning(note)
-    traces = traces[~traces["carried_over"]]  # a later rollout has them with all their tokens
-    trained_on = traces[traces["selected"]].groupby(["step", "micro"])
-    if not len(trained_on):
-        raise ConfigurationError(
-            f"`--trace` ({str(run_dir)!r}) must be a run with rows that were trained on, and has none. Let it train "
-            "for a step."
+
+    directory: Path
+
+    @cached_property
+    def traces(self) -> pd.DataFrame:
+        """One row per candidate."""
+        from ...telemetry.trl_completions import read_lengths  # loads pandas, which takes a second
+
+        traces, notes = read_lengths(self.directory)
+        for note in notes:
+            logger.warning(note)
+        if not len(traces):
+            raise ConfigurationError(
+                f"`--trace` ({str(self.directory)!r}) must be the `output_dir` of a run with "
+                "`save_rollout_trace=True`, or of TRL's trainer with `record_lengths` or `log_completions=True`, and "
+                "has neither `rollouts/rollout_*.parquet` nor `completions/completions_*.parquet`."
+            )
+        return traces
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings in the run's log."""
+        from ...telemetry.run_log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+
+        return read_log(self.directory)[0]
+
+    def workload(self, prompts_per_step: int | None = None, **fields: Any) -> tuple[Workload, int]:
+        """
+        Returns the run's lengths as a workload, and its rows per prompt. The limit is the run's, as its log says, or
+        else its longest candidate.
+
+        Args:
+            prompts_per_step (`int`, *optional*):
+                Defaults to the prompts that the run trained on per rollout.
+            **fields (*optional*):
+                Further fields of [`Workload`].
+        """
+        traces = self.traces[~self.traces["carried_over"]]  # a later rollout has them with all their tokens
+        trained_on = traces[traces["selected"]].groupby(["step", "micro"])
+        if not len(trained_on):
+            raise ConfigurationError(
+                f"`--trace` ({str(self.directory)!r}) must be a run with rows that were trained on, and has none. Let "
+                "it train for a step."
+            )
+        by_prompt = traces.groupby("prompt_key", sort=False)
+        lengths = RecordedLengths(
+            [own.tolist() for _, own in by_prompt["length"]],
+            [(own != STOP).tolist() for _, own in by_prompt["finish_reason"]],
         )
-    by_prompt = traces.groupby("prompt_key", sort=False)
-    lengths = RecordedLengths(
-        [own.tolist() for _, own in by_prompt["length"]],
-        [(own != STOP).tolist() for _, own in by_prompt["finish_reason"]],
-    )
-    limit = run_settings(run_dir).get("max_completion_length") or int(traces["length"].max())
-    batch = int(trained_on["group"].nunique().median())
-    rows = int(trained_on["group"].value_counts().iloc[0])
-    workload = Workload(
-        lengths,
-        min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
-        limit if max_completion_length is None else max_completion_length,
-        prompt_tokens=int(traces["num_prompt_tokens"].mean()),
-        **fields,
-    )
-    return workload, rows if num_generations is None else num_generations
+        limit = self.settings.get("max_completion_length") or int(traces["length"].max())
+        batch = int(trained_on["group"].nunique().median())
+        workload = Workload(
+            lengths,
+            min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
+            limit,
+            prompt_tokens=int(traces["num_prompt_tokens"].mean()),
+            **fields,
+        )
+        return workload, int(trained_on["group"].value_counts().iloc[0])
+
+    def fitted_cluster(self, assumed: ClusterSpec, **fields: Any) -> ClusterSpec:
+        """
+        Fits a latency curve to the times in the traces, for as many engines as the run had if `fields` have no other
+        number. The curve's metadata tell how good it is. If there is none, the result is `assumed`, and they tell why.
+        """
+        num_engines, fitted = self.settings.get("num_engines") or 1, None
+        why = "the run's rollouts overlap (`rollout_ahead`)" if self.settings.get("rollout_ahead") else None
+        if why is None:
+            fitted = fit_rollouts(_timed(self.traces), num_engines)
+            why = "the run's traces have too few candidates, or no times"
+        if fitted is None:
+            metadata = {**assumed.latency.metadata, "not_fitted": why}
+            return replace(assumed, latency=replace(assumed.latency, metadata=metadata))
+        engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
+        error = float(np.median(np.abs(fitted.errors)))
+        told = (
+            f"{fitted.num_candidates:,} candidates of the run on {engines}. It predicts the seconds of their rollouts "
+            f"with a median error of {error:.1%}"
+        )
+        if error > LARGE_ERROR:
+            told += ", which is large, as on a busy machine, or where candidates waited in a queue"
+        return ClusterSpec(replace(fitted.curve, metadata={"fitted": told}), **{"num_engines": num_engines, **fields})
+
+    def rollouts(self) -> Iterator[RecordedRollout]:
+        """Yields the rollouts, in order."""
+        for number, (_, rollout) in enumerate(self.traces.groupby(["step", "micro"])):
+            groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
+            yield RecordedRollout(
+                plans=[_plan(index, group) for index, group in enumerate(groups)],
+                lengths=[group["length"].where(group["finish_reason"] == STOP, ENDLESS).tolist() for group in groups],
+                selected=[group.loc[group["selected"], "candidate"].tolist() for group in groups],
+                seconds=float(rollout["end_seconds"].max() - rollout["start_seconds"].min()),
+                number=number,
+            )
 
 
 def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
@@ -103,31 +157,6 @@ def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
                 "profile`, or leave the option out."
             )
     return curve
-
-
-def fitted_cluster(run_dir: Path, assumed: ClusterSpec, **fields: Any) -> ClusterSpec:
-    """
-    Fits a latency curve to the times in a run's traces, for as many engines as the run had if `fields` have no other
-    number. The curve's metadata tell how good it is. If there is none, the result is `assumed`, and they tell why.
-    """
-    settings = run_settings(run_dir)
-    num_engines, fitted = settings.get("num_engines") or 1, None
-    why = "the run's rollouts overlap (`rollout_ahead`)" if settings.get("rollout_ahead") else None
-    if why is None:
-        fitted = fit_rollouts(_timed(_traces(run_dir)[0]), num_engines)
-        why = "the run's traces have too few candidates, or no times"
-    if fitted is None:
-        metadata = {**assumed.latency.metadata, "not_fitted": why}
-        return replace(assumed, latency=replace(assumed.latency, metadata=metadata))
-    engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
-    error = float(np.median(np.abs(fitted.errors)))
-    told = (
-        f"{fitted.num_candidates:,} candidates of the run on {engines}. It predicts the seconds of their rollouts "
-        f"with a median error of {error:.1%}"
-    )
-    if error > LARGE_ERROR:
-        told += ", which is large, as on a busy machine, or where candidates waited in a queue"
-    return ClusterSpec(replace(fitted.curve, metadata={"fitted": told}), **{"num_engines": num_engines, **fields})
 
 
 def _timed(traces: pd.DataFrame) -> list[TimedRollout]:
@@ -162,41 +191,8 @@ class RecordedRollout:
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 
 
-def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
-    """Yields the rollouts of a run with `save_rollout_trace=True`, in order."""
-    for number, (_, rollout) in enumerate(_traces(run_dir)[0].groupby(["step", "micro"])):
-        groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
-        yield RecordedRollout(
-            plans=[_plan(index, group) for index, group in enumerate(groups)],
-            lengths=[group["length"].where(group["finish_reason"] == STOP, ENDLESS).tolist() for group in groups],
-            selected=[group.loc[group["selected"], "candidate"].tolist() for group in groups],
-            seconds=float(rollout["end_seconds"].max() - rollout["start_seconds"].min()),
-            number=number,
-        )
-
-
 def _plan(index: int, group: pd.DataFrame) -> GroupPlan:
     first = group.iloc[0]
     expected = None if math.isnan(first["expected_length"]) else float(first["expected_length"])
     num_prompt_tokens = int(first["num_prompt_tokens"])
     return GroupPlan(index, len(group), num_prompt_tokens=num_prompt_tokens, expected_length=expected)
-
-
-def _traces(run_dir: Path) -> tuple[pd.DataFrame, list[str]]:
-    from ...telemetry.trl_completions import read_lengths  # loads pandas, which takes a second
-
-    traces, notes = read_lengths(run_dir)
-    if not len(traces):
-        raise ConfigurationError(
-            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, or of "
-            "TRL's trainer with `record_lengths` or `log_completions=True`, and has neither "
-            "`rollouts/rollout_*.parquet` nor `completions/completions_*.parquet`."
-        )
-    return traces, notes
-
-
-def run_settings(run_dir: Path) -> dict[str, Any]:
-    """Reads the settings in a run's log."""
-    from ...telemetry.run_log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
-
-    return read_log(run_dir)[0]

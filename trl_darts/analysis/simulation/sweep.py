@@ -12,8 +12,11 @@ from ...scheduling import SCHEDULES, ScheduleSettings
 from ...scheduling.schedule_fields import OF_SELECTION, SCHEDULE_DEFAULTS
 
 
-# `schedule` has an option of its own; the others change only what is learned.
-UNSWEPT = ("schedule", "mask_stale_after", "kv_after_update", "defer_unsettled_groups", "audit_share")
+# `schedule` has an option of its own, tail engines are not simulated here, and the others change what is learned.
+UNSWEPT = (
+    *("schedule", "mask_stale_after", "kv_after_update", "defer_unsettled_groups", "audit_share"),
+    *("drop_uniform_groups", "max_prompt_oversampling", "tail_switch_at", "tail_share"),
+)
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
     *("tail_switch_at", "tail_share"),
