@@ -292,4 +292,3 @@ def ratio_metrics(output: Mapping[str, Any], accelerator: Accelerator) -> dict[s
         "darts/staleness/chi_square": squares / count - 1,
         "darts/staleness/altered_share": num_altered / count,
     }
-

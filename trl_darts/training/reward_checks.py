@@ -6,9 +6,8 @@ name the function, and comes after the first rollout.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial, update_wrapper
-from inspect import Parameter, Signature, signature
-from types import FunctionType, MethodType
+from functools import update_wrapper
+from inspect import signature
 from typing import Any
 
 import torch
@@ -58,50 +57,22 @@ def _check_parameters(function: Any, columns: Sequence[str] | None) -> None:
         raise ConfigurationError(
             f"The reward function '{name}' is a class, and must be an instance of it, or a function. Use `{name}(…)`."
         )
-    args: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = {}
-    while isinstance(function, partial):
-        args, keywords = (*function.args, *args), {**function.keywords, **keywords}
-        function = function.func
     try:
-        called = _own_signature(function)
+        # A decorator shows the signature of what it wraps, and may take other arguments itself.
+        called = signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # of a builtin
         return
+    if hasattr(function, "__signature__"):  # which may show other arguments too
+        return
     passed = [*GIVEN, *(column for column in columns or () if column not in (*GIVEN, "prompt", "completion"))]
-    named = [p for p in called.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in called.parameters.values())
-    own = {parameter.name for parameter in named}
-    if not takes_all and (missing := [given for given in passed if given not in own]):
-        raise ConfigurationError(
-            f"The reward function '{name}' must take the argument `{missing[0]}`, which TRL passes. Add `**kwargs` to "
-            "its parameters."
-        )
-    required = [parameter.name for parameter in named[len(args) :] if parameter.default is Parameter.empty]
-    known = {*passed, *keywords, *MAYBE_GIVEN}
-    if columns is not None and (unknown := [parameter for parameter in required if parameter not in known]):
-        raise ConfigurationError(
-            f"The reward function '{name}' needs the argument `{unknown[0]}`, which must be one that TRL passes: "
-            f"{', '.join(passed)}. These are the data set's columns too: rename one, or give the argument a default."
-        )
+    passed += [given for given in MAYBE_GIVEN if given in called.parameters]
     try:
-        called.bind(*args, **{**keywords, **dict.fromkeys([*passed, *required])})
+        (called.bind_partial if columns is None else called.bind)(**dict.fromkeys(passed))
     except TypeError as error:
         raise ConfigurationError(
-            f"The reward function '{name}' can't be called as TRL calls it, with arguments by name: {error}. Correct "
-            "its parameters."
+            f"The reward function '{name}' can't be called as TRL calls it: {error}. TRL passes {', '.join(passed)} "
+            "by name: the last are the data set's columns. Correct its parameters, and add `**kwargs` to them."
         ) from None
-
-
-def _own_signature(function: Any) -> Signature:
-    """What a function takes itself: decorators show the signature of what they wrap, and may take other arguments."""
-    if not isinstance(function, FunctionType | MethodType | type) and isinstance(function.__call__, MethodType):
-        function = function.__call__
-    owner = getattr(function, "__func__", function)
-    if not isinstance(owner, FunctionType):
-        return signature(function, follow_wrapped=False)
-    plain = FunctionType(owner.__code__, owner.__globals__, owner.__name__, owner.__defaults__, owner.__closure__)
-    plain.__kwdefaults__ = owner.__kwdefaults__
-    return signature(plain if owner is function else MethodType(plain, function.__self__))
 
 
 def check_rewards(name: str, rewards: Iterable[Any]) -> list[float | None]:
