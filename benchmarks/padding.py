@@ -157,7 +157,7 @@ def _status(name: str) -> int:
 
 
 def step(
-    arm: str, model: PreTrainedModel, lengths: np.ndarray, out: str, **fields: Any
+    arm: str, model: PreTrainedModel, lengths: np.ndarray, out: str, data: Dataset | None = None, **fields: Any
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Runs one optimizer step. Returns its costs and its gradient."""
     settings = {
@@ -180,7 +180,8 @@ def step(
         cls, args = TheirTrainer, GRPOConfig(**settings)
     else:
         cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo", trim_padding=arm.endswith("True"))
-    data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
+    if data is None:
+        data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
     measured = Step()
     trainer = cls(model, reward, args, data, processing_class=make_tokenizer(), callbacks=[measured])
     trainer.lengths = lengths

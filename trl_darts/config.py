@@ -141,6 +141,12 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "is the same up to rounding. Set it to `False` to reproduce TRL's numbers exactly, or if a subclass adds "
         "tensors to a batch.",
     )
+    share_prompts: bool | None = setting(
+        None,
+        "Whether the rows of a group pass through the model as one row, with one copy of their prompt. The gradient "
+        "is the same up to rounding. If it is unset, rows share prompts where the model and `trim_padding` allow it "
+        "and it costs less; `True` raises an error elsewhere.",
+    )
 
     # Logging
     save_rollout_trace: bool = setting(

@@ -327,7 +327,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._batch_in_use = self._loop.batch
             if self._trimming is not None:
                 self._buffered_inputs = self._trimming.micro_batches(self._buffered_inputs)
-            self._log_all(padding_metrics(self._buffered_inputs, self.accelerator))
+            self._log_all(padding_metrics(self._buffered_inputs, self.accelerator, self._trimming))
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -9,14 +9,17 @@ micro-batches of the same size; no column that a mask counts is cut; log-probs a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from ..trl_compat import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
+from .shared_prompts import Lengths, SharedPrompts
 
 
 Batch = dict[str, Any]  # rows as TRL's `_generate_and_score_completions` returns them
@@ -50,26 +53,32 @@ class Trimming:
             Widths are rounded up to a multiple of this, as with TRL's `pad_to_multiple_of`.
         few_widths (`bool`, *optional*, defaults to `False`):
             Whether widths are also rounded up to powers of two, to limit the recompilations of a compiled model.
+        shared ([`SharedPrompts`], *optional*):
+            Has rows of a group share their prompt. They are then neighbours where that costs less.
     """
 
     window: int
     cuts_prompts: bool = True
     multiple: int = 1
     few_widths: bool = False
+    shared: SharedPrompts | None = None
 
     @classmethod
     def of(cls, trainer: Any) -> "Trimming | None":
         """Builds the trimming for a trainer. Returns `None` if a change of width would change the gradients."""
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-        kinds = rope_kinds(model.config.get_text_config())
-        if not args.trim_padding or kinds & LENGTH_DEPENDENT_ROPE or _sums_padding(trainer):
+        kinds, sums = rope_kinds(model.config.get_text_config()), _sums_padding(trainer)
+        shared = SharedPrompts.of(
+            trainer, "`loss_type` ('vespo') with such bounds, which sums padding" if sums else None
+        )
+        if not args.trim_padding or kinds & LENGTH_DEPENDENT_ROPE or sums:
             return None
         # In other models, left padding shifts positions or changes a recurrent state.
         is_relative = bool(kinds) and uncached_layers(model) == set()
         # Every optimizer step starts at a multiple of this, also after a shorter step at an epoch's end.
         window = 1 if _mixes_rows(trainer) else gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         compiled = args.torch_compile
-        return cls(window, is_relative and not compiled, trainer.pad_to_multiple_of or 1, few_widths=compiled)
+        return cls(window, is_relative and not compiled, trainer.pad_to_multiple_of or 1, compiled, shared)
 
     def micro_batches(self, batches: Sequence[Batch]) -> list[Batch]:
         """Reorders and cuts a generation's micro-batches, longest rows first within each window."""
@@ -95,7 +104,8 @@ class Trimming:
         because its rows are cut already.
         """
         if batch_size is None or inputs.get("compute_entropy") or inputs.get("compute_aux_loss"):
-            return compute(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **inputs)
+            whole = partial(compute, batch_size=batch_size, **inputs)
+            return self._computed(whole, model, input_ids, attention_mask, logits_to_keep)
         widths = [input_ids.shape[1] - logits_to_keep, logits_to_keep]
         parts = [*input_ids.split(widths, dim=1), *attention_mask.split(widths, dim=1)]
         names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
@@ -105,11 +115,26 @@ class Trimming:
         for chosen in chunks:
             batch = self._cut(unsplit_pixel_values_by_grid(_take(rows, chosen)))
             ids, mask, columns = _joined(batch, "ids"), _joined(batch, "mask"), batch["completion_ids"].shape[1]
-            found.append(compute(model, ids, mask, columns, **{name: batch[name] for name in inputs})[0])
+            own = partial(compute, **{name: batch[name] for name in inputs})
+            found.append(self._computed(own, model, ids, mask, columns)[0])
         logps = found[0].new_zeros(len(input_ids), logits_to_keep)
         for chosen, part in zip(chunks, found, strict=True):
             logps[chosen, : part.shape[1]] = part
         return logps, None, None
+
+    def _computed(
+        self, compute: Callable[..., Any], model: Any, ids: torch.Tensor, mask: torch.Tensor, num_columns: int
+    ) -> Any:
+        model = model if self.shared is None else self.shared.model(model, num_columns)
+        return compute(model, ids, mask, num_columns)
+
+    def num_computed(self, batch: Batch) -> int:
+        """Returns the number of tokens that pass through the model for a micro-batch, padding included."""
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.num_tokens(Lengths.of(*(batch[name] for name in (*PROMPT, "completion_mask"))))
+        num_rows, width = batch["completion_ids"].shape
+        return num_rows * (batch["prompt_ids"].shape[1] + width) if shared is None else shared
 
     def _ordered(self, batches: Sequence[Batch]) -> list[Batch]:
         if len(batches) == 1:
@@ -121,14 +146,19 @@ class Trimming:
 
     def _order(self, rows: Batch, batch_size: int) -> torch.Tensor:
         """Returns an order with the longest rows first, so that a lack of memory shows at once."""
-        prompts, completions = _used(rows["prompt_mask"].flip(1)), _used(rows["completion_mask"])
-        orders = [lengths.argsort(descending=True, stable=True) for lengths in (completions, prompts + completions)]
+        lengths = Lengths.of(*(rows[name] for name in (*PROMPT, "completion_mask")))
+        whole = [sum(both) for both in zip(lengths.prompts, lengths.answers, strict=True)]
+        orders = [np.argsort(np.negative(own), stable=True).tolist() for own in (lengths.answers, whole)]
+        if self.shared is not None:
+            orders.append(self.shared.order(lengths))
 
-        def num_tokens(order: torch.Tensor) -> int:
-            parts = order.split(batch_size)
-            return sum(len(part) * int(prompts[part].amax() + completions[part].amax()) for part in parts)
+        def cost(order: list[int]) -> float:
+            parts = [lengths.take(order[i : i + batch_size]) for i in range(0, len(order), batch_size)]
+            if self.shared is not None:
+                return sum(self.shared.plan(part)[0] for part in parts)
+            return sum(len(part.prompts) * (max(part.prompts) + max(part.answers)) for part in parts)
 
-        return min(orders, key=num_tokens)
+        return torch.tensor(min(orders, key=cost))
 
     def _cut(self, batch: Batch) -> Batch:
         prompt = num_prompt = batch["prompt_ids"].shape[1]
@@ -150,12 +180,15 @@ class Trimming:
         return min(mask.shape[1], -(-width // self.multiple) * self.multiple)
 
 
-def padding_metrics(batches: Sequence[Batch], accelerator: Accelerator) -> dict[str, float]:
+def padding_metrics(
+    batches: Sequence[Batch], accelerator: Accelerator, trimming: Trimming | None = None
+) -> dict[str, float]:
     """Returns metrics over the micro-batches of all processes. Must be called on every process."""
     sums = torch.zeros(4)
     for batch in batches:
         num_rows, width = batch["completion_ids"].shape
-        computed = num_rows * (batch["prompt_ids"].shape[1] + width)
+        padded = num_rows * (batch["prompt_ids"].shape[1] + width)
+        computed = padded if trimming is None else trimming.num_computed(batch)
         there = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
         sums += torch.tensor([computed, there, num_rows * width, num_rows])
     computed, there, columns, rows = accelerator.gather(sums.to(accelerator.device)).view(-1, 4).sum(0).tolist()
