@@ -33,9 +33,9 @@ class GivenCompletions(DARTSGRPOTrainer):
         return rows, [rng.normal(-4.0, 0.3, len(row)).tolist() for row in rows]
 
 
-def rows_of_prompts(num_prompts: int = 16) -> Dataset:
-    """Returns prompts of 1 to 25 tokens."""
-    return Dataset.from_dict({"prompt": ["x" * (1 + 7 * i % 25) for i in range(num_prompts)]})
+def rows_of_prompts(num_prompts: int = 16, least: int = 1) -> Dataset:
+    """Returns prompts of 1 to 25 tokens, or of `least` and up to 24 more."""
+    return Dataset.from_dict({"prompt": ["x" * (least + 7 * i % 25) for i in range(num_prompts)]})
 
 
 def trained(

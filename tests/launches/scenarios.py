@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 from benchmarks.models import CLASS_SIZE
 from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
-from tests.given_completions import make_model
+from tests.given_completions import make_model, rows_of_prompts
 from tests.given_completions import trained as trained_on_given
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
@@ -186,13 +186,14 @@ def trim_padding(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
     rank = os.environ["RANK"]
     own, states = make_model(out / f"model{rank}"), [load_file(out / f"model{rank}" / "model.safetensors")]
     fields = {"per_device_train_batch_size": 2, "ds3_gather_for_generation": False, "beta": 0.1, "num_iterations": 2}
-    logs = []
+    logs, fields = [], {**fields, "train_dataset": rows_of_prompts(least=30)}
     for trims in (False, True):
         trainer, _ = trained_on_given(own, out / f"trims {trims}", trims, **fields)
         trainer.save_model(str(out / f"trims {trims}"))
         trainer.accelerator.wait_for_everyone()
         states.append(load_file(out / f"trims {trims}" / "model.safetensors"))
         logs.append([line["darts/train/padding_ratio"] for line in trainer.state.log_history[:-1:2]])
+    assert set(trainer._trimming.shared._fits.values()) == {True}
     before, whole, trimmed = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in states)
     apart, moved = (trimmed - whole).norm().item(), (whole - before).norm().item()
     return {"moved": moved, "apart": apart / moved, "padding": logs}

@@ -102,11 +102,11 @@ def test_equal_to_trl(launches):
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "deepspeed_zero3"])
 def test_trimmed_padding(launches, backend):
-    """Rows of each process have other lengths; its micro-batches are as wide as they are."""
+    """Rows of each process have other lengths: its micro-batches are as wide as they are. Siblings share prompts."""
     for rank in launches(backend, "trimmed"):
         assert rank["apart"] < 1e-5
         assert rank["moved"] > 0
-        assert np.mean(rank["padding"][1]) < 0.8 * np.mean(rank["padding"][0])
+        assert np.mean(rank["padding"][1]) < 0.6 * np.mean(rank["padding"][0])
 
 
 @pytest.mark.vllm

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from tests.given_completions import make_model, trained
+from tests.given_completions import make_model, rows_of_prompts, trained
 from tests.training.test_padding import MODELS, SETTINGS, TOLERANCE
 from tests.trl_parity import common
 from trl_darts.errors import ConfigurationError
@@ -21,7 +20,7 @@ from trl_darts.training import shared_prompts as module
 from trl_darts.training.shared_prompts import Layout, Lengths, SharedPrompts, visible
 
 
-LONG = {"train_dataset": Dataset.from_dict({"prompt": ["x" * (30 + 5 * i % 13) for i in range(16)]})}
+LONG = {"train_dataset": rows_of_prompts(least=30)}
 # Rows of a group stay in the same micro-batches there, where few of them meet.
 FEW = {"one row per micro-batch"}
 
