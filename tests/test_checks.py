@@ -40,7 +40,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "schedule": "darts",
         "rollout_ahead": 0,
         "drop_uniform_groups": False,
-        "settles_groups": False,
+        "scores_early": False,
         "defer_unsettled_groups": False,
         "kv_after_update": None,
         "buffers_prompts": settings.buffers_prompts,

@@ -111,7 +111,7 @@ def test_the_default_trains_on_it_too(model_dir, tmp_path, chat_tokenizer, name)
     arguments = {"reward_funcs": answered, "processing_class": chat_tokenizer}
     with stub_servers(write):
         trainer = make_trainer(model_dir, args, train_dataset=DATA[name](), **arguments)
-    assert trainer.args.settles_groups
+    assert trainer.args.scores_early
     batches = record_batches(trainer)
     trainer.train()
     assert len({*prompts(batches)}) == 8
@@ -141,8 +141,8 @@ def test_made_rows_without_what_is_needed_are_named(tmp_path):
     data = QUESTIONS.with_transform(lambda batch: {"text": batch["question"]})
     refused("`train_dataset` must have a column 'prompt', and has 'text'", data, tmp_path)
     data = STORED.with_transform(lambda batch: {"prompt": batch["prompt"]})
-    refused("'answered' needs the argument `answer`, .* log_metric\\.", data, tmp_path)
-    refused("needs the argument `answer`", STORED.with_format(None, columns=["prompt"]), tmp_path)
+    refused("'answered' can't be called .* required argument: 'answer'.* log_metric by name", data, tmp_path)
+    refused("missing a required argument: 'answer'", STORED.with_format(None, columns=["prompt"]), tmp_path)
     data = QUESTIONS.with_transform(lambda batch: {"prompt": [7] * len(batch["question"])})
     refused("must have text or a list of messages .* row 0 has 7", data, tmp_path)
     refused(
@@ -155,7 +155,7 @@ def test_made_rows_without_what_is_needed_are_named(tmp_path):
     [
         ([{"question": "A", "answer": "!"}] * 8, "`train_dataset` must have a column 'prompt', and has 'question'"),
         ([{"prompt": None, "answer": "!"}] * 8, "must have text or a list of messages .* row 0 has None"),
-        ([{"prompt": "A"}] * 8, "'answered' needs the argument `answer`"),
+        ([{"prompt": "A"}] * 8, "'answered' can't be called as TRL calls it: missing a required argument: 'answer'"),
         ([{"prompt": "A", "answer": "!", "at": b"7"}] * 8, r"the column 'at' \(bytes\) .*`save_strategy='no'`"),
     ],
 )

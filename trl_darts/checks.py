@@ -14,6 +14,7 @@ from .errors import ConfigurationError
 from .policy.siblings import SiblingCheck
 from .scheduling import RolloutResult
 from .scheduling.policies import AUTO
+from .scheduling.settings import Facts
 from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 
@@ -61,22 +62,25 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             f"{args.own_prompts} with `rollout_func`, which generates its batch by itself. Set "
             f"{args.without_own_prompts}."
         )
-    _keep_all(args, turns)
+    resolve(args, None)
+    chose = args.over_provisions
+    resolve(args, turns)
+    if chose and not args.over_provisions:
+        logger.warning(
+            f"With `{turns}`, candidates would be chosen by the first turn of their conversations. So no more are "
+            f"sampled than are trained on, {args.num_generations} per prompt, and all are waited for, as with "
+            "`schedule='grpo'`."
+        )
     args.check_start()
 
 
-def _keep_all(args: Any, turns: str | None) -> None:
-    if getattr(args, "keeps_all", False):  # set for another trainer
-        args.forget_filled_in()
-        args.resolve()
-    args.keeps_all = turns is not None and args.over_provisions
-    if not args.keeps_all:
-        return
-    args.keep_all(f"`{turns}`, with which candidates would be chosen by the first turn of their conversations")
-    logger.warning(
-        f"With `{turns}`, candidates would be chosen by the first turn of their conversations. So no more are sampled "
-        f"than are trained on, {args.num_generations} per prompt, and all are waited for, as with `schedule='grpo'`."
-    )
+def resolve(args: Any, turns: str | None, no_deferral: str | None = None) -> None:
+    """
+    Computes the settings that depend on the trainer's arguments. `turns` is the argument that makes a completion a
+    conversation, if one does. `no_deferral` tells why prompts can't wait for another round.
+    """
+    reason = turns and f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
+    args.resolve(Facts(no_deferral, reason))
 
 
 def check_objects(model: Any, callbacks: Any) -> None:
@@ -261,12 +265,12 @@ def _check_seed(trainer: Any) -> None:
 
 
 def _guard(trainer: Any) -> None:
-    """Decides whether groups are deferred where `defer_unsettled_groups` is unset, and logs why if they are not."""
+    """Resolves the settings with what is known of the data, and logs why groups are not deferred by default."""
     args = trainer.args
-    if args.defer_unsettled_groups is not None or not args.bounds_wait:
+    if args.defer_unsettled_groups is not None or not args.bounds_wait:  # not with tools, with which all are kept
         return
-    cause = args.cannot_settle or _not_buffered(trainer, "")[0]
-    args.guard(cause)
+    resolve(args, None, no_deferral := _not_buffered(trainer, "")[0])
+    cause = args.cannot_defer or no_deferral
     if cause is None:
         return
     instead = f"Instead, one rollout in {args.long_end_every} waits for all answers (`long_end_every`)."
@@ -292,7 +296,7 @@ def _not_buffered(trainer: Any, other: str) -> tuple[str | None, str]:
     args = trainer.args
     if trainer.environment_factories is not None:
         return "`environment_factory`, which creates the prompts of each batch", f"Use {other}"
-    if (args.drop_uniform_groups or args.settles_groups) and trainer.tools:
+    if (args.drop_uniform_groups or args.scores_early) and trainer.tools:
         return "`tools`: rewards are only known after the tool loops", f"Use {other}"
     if args.kv_after_update == "keep" and trainer.tools:
         cause = "`kv_after_update` ('keep') and `tools`, whose later turns could read keys and values of older weights"

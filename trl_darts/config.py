@@ -15,6 +15,7 @@ from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
 from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, one_of, setting, unmarked
 from .scheduling.schedule_fields import ScheduleFields
+from .scheduling.settings import Facts
 
 
 def _is_finite(value: Any) -> bool:
@@ -180,15 +181,13 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         self._check_streams()
         self._check_ahead()
 
-    def resolve(self) -> None:
-        super().resolve()
-        if self.defer_unsettled_groups is None and self.bounds_wait:
-            self.guard(self.cannot_settle)
+    def resolve(self, facts: Facts | None = None) -> None:
+        super().resolve(facts or Facts())
 
     @property
-    def cannot_settle(self) -> str | None:
+    def cannot_defer(self) -> str | None:
         """As in [`ScheduleSettings`]: rewards must be known before a batch is complete."""
-        if (cause := super().cannot_settle) is not None:
+        if (cause := super().cannot_defer) is not None:
             return cause
         if not self.uses_servers:
             name = "vllm_mode" if self.use_vllm else "use_vllm"

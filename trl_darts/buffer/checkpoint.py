@@ -167,7 +167,7 @@ def _load_buffer(
             "buffer are dropped, and their prompts are sampled again."
         )
     audits = [i for i, entry in batches.buffer.entries.items() if entry.audit_of is not None]
-    batches.buffer.remove([] if rollouts.args.settles_groups else audits)
+    batches.buffer.remove([] if rollouts.args.scores_early else audits)
     columns = state["columns"], rollouts.columns
     if columns[0] == columns[1] or None in columns or not len(batches.buffer):
         return False

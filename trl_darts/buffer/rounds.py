@@ -248,7 +248,7 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
         return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
-    if settings.settles_groups:
+    if settings.scores_early:
         return Deferral(num_groups, settings.bounded_wait, settings.defers_groups, settings.audit_share)
     if settings.is_continuous:
         return ContinuousRounds(num_groups, settings.num_under_way(num_groups))

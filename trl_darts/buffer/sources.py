@@ -441,8 +441,8 @@ def make_feed(trainer: Any) -> PromptFeed:
     return PromptFeed(
         loop,
         [{}] * (args.generation_batch_size // num_processes) if args.buffers_prompts else None,
-        endless=args.drop_uniform_groups or args.settles_groups or args.is_continuous,
-        limit=lambda: loop.num_batches(trainer.state.max_steps) if args.settles_groups else math.inf,
+        endless=args.drop_uniform_groups or args.scores_early or args.is_continuous,
+        limit=lambda: loop.num_batches(trainer.state.max_steps) if args.scores_early else math.inf,
     )
 
 

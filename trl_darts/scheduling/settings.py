@@ -51,6 +51,22 @@ SPARE_CANDIDATES = 2
 HORIZON = 2
 
 
+@dataclass(frozen=True)
+class Facts:
+    """
+    What settings depend on beside themselves. Each is a reason, as it reads in a message, or `None`.
+
+    Args:
+        no_deferral (`str`, *optional*):
+            Why groups can't wait for another round, after "does not run with".
+        whole_groups (`str`, *optional*):
+            Why no candidates can be chosen among, after "has no effect with".
+    """
+
+    no_deferral: str | None = None
+    whole_groups: str | None = None
+
+
 @dataclass
 class ScheduleSettings(ScheduleFields):
     """
@@ -67,8 +83,12 @@ class ScheduleSettings(ScheduleFields):
         check_fields(self, ScheduleFields)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
         self.resolve()
 
-    def resolve(self) -> None:
-        """Computes defaults that depend on other settings, and checks settings against each other."""
+    def resolve(self, facts: Facts | None = None) -> None:
+        """
+        Computes defaults that depend on other settings, and checks settings against each other. May be called again
+        with other facts. Without any, nothing guards against the loss of long answers by default.
+        """
+        self.forget_filled_in()
         self._check_patience()
         self._check_ahead_of_time()
         self._fill_in()
@@ -76,17 +96,22 @@ class ScheduleSettings(ScheduleFields):
         self._check_unread()
         self._check_budget()
         self._check_prompts()
-        self.defers_groups = bool(self.defer_unsettled_groups)  # a config decides where it is unset
+        self._guard(facts)
+        if facts is not None and facts.whole_groups is not None and self.over_provisions:
+            self._keep_all(facts.whole_groups)
         if self.tail_share and not self.ranks:
             raise ConfigurationError(
                 f"`tail_share` ({self.tail_share}) needs expected lengths, which `submit_order` "
                 f"({self.submit_order!r}) does not use. Set `submit_order='longest'`, or leave `tail_share` unset."
             )
 
-    def guard(self, cause: str | None) -> None:
-        """Guards against the loss of long answers by default: defers groups unless `cause` says why that can't be."""
-        self.defers_groups = cause is None
-        if cause is not None and self.long_end_every is None and not self.is_continuous:
+    def _guard(self, facts: Facts | None) -> None:
+        """Guards against the loss of long answers by default: defers groups where that is possible."""
+        self.defers_groups = bool(self.defer_unsettled_groups)
+        if facts is None or self.defer_unsettled_groups is not None or not self.bounds_wait:
+            return
+        self.defers_groups = self.cannot_defer is None and facts.no_deferral is None
+        if not self.defers_groups and self.long_end_every is None and not self.is_continuous:
             self.long_end_every = filled_in(GUARD_EVERY)
 
     def forget_filled_in(self) -> None:
@@ -228,7 +253,7 @@ class ScheduleSettings(ScheduleFields):
             reason = f"`schedule` ({self.schedule!r}) and `submit_order` ('arrival'), which do not depend on lengths"
             self._refuse_unread({"length_ema": (DEFAULT_EMA,)}, reason, "submit_order='longest'")
 
-    def keep_all(self, reason: str) -> None:
+    def _keep_all(self, reason: str) -> None:
         """
         Samples as many candidates as are kept, because of `reason`. Raises for settings that choose among candidates,
         unless their values were computed.
@@ -285,7 +310,7 @@ class ScheduleSettings(ScheduleFields):
             )
         for name in ("defer_unsettled_groups", "audit_share"):
             if value := getattr(self, name):
-                self._check_settling(name, value)
+                self._check_deferral(name, value)
         if self.max_prompt_oversampling is not None and not self.drop_uniform_groups:
             raise ConfigurationError(
                 f"`max_prompt_oversampling` ({self.max_prompt_oversampling}) has no effect without "
@@ -293,7 +318,7 @@ class ScheduleSettings(ScheduleFields):
             )
 
     @property
-    def cannot_settle(self) -> str | None:
+    def cannot_defer(self) -> str | None:
         """The setting with which groups can't be deferred, as it reads after "does not run with"."""
         if not self.bounds_wait:
             if self.schedule == "darts":
@@ -305,8 +330,8 @@ class ScheduleSettings(ScheduleFields):
             return "`rollout_ahead` ('continuous'), which samples no prompt again"
         return None
 
-    def _check_settling(self, name: str, value: Any) -> None:
-        cause = self.cannot_settle
+    def _check_deferral(self, name: str, value: Any) -> None:
+        cause = self.cannot_defer
         if cause is None and self.audit_share and self.selection == "uniform":
             cause = "`selection` ('uniform') and audits, which compare rows selected by length with plain sampling"
         if cause is not None:
@@ -338,10 +363,10 @@ class ScheduleSettings(ScheduleFields):
     def buffers_prompts(self) -> bool:
         """Whether prompts are taken before their turn, or outlive a rollout. The rollout buffer then makes batches."""
         own = self.schedule in ("tail_batching", "partial_rollout", "sorted")
-        return own or self.rollout_ahead != 0 or self.drop_uniform_groups or self.settles_groups
+        return own or self.rollout_ahead != 0 or self.drop_uniform_groups or self.scores_early
 
     @property
-    def settles_groups(self) -> bool:
+    def scores_early(self) -> bool:
         """Whether some prompts wait for long rounds, and groups are scored before a batch has them."""
         return self.defers_groups or self.audit_share > 0
 

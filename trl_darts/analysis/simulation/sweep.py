@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 from ...errors import ConfigurationError, did_you_mean
 from ...scheduling import SCHEDULES, ScheduleSettings
 from ...scheduling.schedule_fields import OF_SELECTION, SCHEDULE_DEFAULTS
+from ...scheduling.settings import Facts
 
 
 # `schedule` has an option of its own, tail engines are not simulated here, and the others change what is learned.
@@ -87,8 +88,8 @@ def settings_of(
             own = {name: value for name, value in given.items() if has_effect(name, schedule, given)}
             unused -= own.items()
             made = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
-            if "long_end_every" not in own and made.bounds_wait:  # as the trainer's config does
-                made.guard(made.cannot_settle or "a simulation, which has no rewards")
+            if "long_end_every" not in own:
+                made.resolve(Facts(no_deferral="a simulation, which has no rewards"))
                 own |= {"long_end_every": made.long_end_every} if made.long_end_every else {}
             label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
             settings.setdefault(label, made)
