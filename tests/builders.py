@@ -126,6 +126,19 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
     return batches
 
 
+def record_rollouts(trainer: Any) -> list[Any]:
+    """Collects the record of each rollout."""
+    records, rollout = [], trainer._rollout
+
+    def recorded(*args: Any) -> Any:
+        rows, record = rollout(*args)
+        records.append(record)
+        return rows, record
+
+    trainer._rollout = recorded
+    return records
+
+
 def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
     """Collects the ages of the tokens of buffered batches: runs of age and count for each row."""
     ages, source = [], trainer._sources[0]

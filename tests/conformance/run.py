@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.builders import make_args, make_trainer
+from tests.builders import make_args, make_trainer, record_rollouts
 from tests.conformance.process import main
 from tests.engines.settings import engine_settings
 from trl_darts.scheduling import Admission, ScheduleSettings
@@ -42,13 +42,15 @@ def settings(schedule: str = "darts", long_end_patience: Any = None, **kwargs: A
     return ScheduleSettings(schedule, M, most, long_end_patience=long_end_patience, **kwargs)
 
 
-def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings: Any) -> dict[str, Any]:
-    """One rollout: rows as TRL hands them over, and everything that is known of the outcome."""
+def play(
+    trainer: Any, records: list[Any], prompts: list[str], counts: list[int], schedule_settings: Any
+) -> dict[str, Any]:
+    """One rollout: rows as TRL gets them, and everything that is known of the outcome."""
     vars(trainer.args).update(vars(schedule_settings))
     trainer._admission = FixedAdmission(counts)
     prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
     completions, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, M)
-    record = trainer._source.record
+    record = records[-1]
     return {
         "prompts": prompts,
         "completions": completions,
@@ -81,6 +83,7 @@ def scenarios(engine: str, model_dir: Path, out: Path, url: str | None = None) -
     )
     trainer = make_trainer(model_dir, args)
     trainer.model.train()
+    records = record_rollouts(trainer)
     rows = [f"{i}{letter}" for i, letter in enumerate(LETTERS) for _ in range(M)]
     mixed = [
         f"{i}{LETTERS[(i + j) % 5]}" if i == 2 else f"{i}{letter}"
@@ -88,11 +91,11 @@ def scenarios(engine: str, model_dir: Path, out: Path, url: str | None = None) -
         for j in range(M)
     ]
     results = {
-        "darts": play_until_called_off(trainer, rows, COUNTS, settings()),
-        "no_pruning": play(trainer, rows, COUNTS, settings(tail_pruning=False)),
-        "patience": play(trainer, rows, [7] * 10, settings(long_end_patience=1.5)),
-        "grpo": play(trainer, rows, [M] * 10, settings("grpo")),
-        "mixed": play(trainer, mixed, COUNTS, settings()),
+        "darts": play_until_called_off(trainer, records, rows, COUNTS, settings()),
+        "no_pruning": play(trainer, records, rows, COUNTS, settings(tail_pruning=False)),
+        "patience": play(trainer, records, rows, [7] * 10, settings(long_end_patience=1.5)),
+        "grpo": play(trainer, records, rows, [M] * 10, settings("grpo")),
+        "mixed": play(trainer, records, mixed, COUNTS, settings()),
     }
     trainer.model.eval()
     prompt_ids = trainer.processing_class(text=rows[:8])["input_ids"]

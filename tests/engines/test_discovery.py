@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -12,11 +11,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 from transformers import Qwen2Config
 
-from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
+from tests.engines.fake_server import HEALTHY, fake_server
+from tests.engines.stub_servers import TOKENS, Stub, hangs, start, tokens_of
 from tests.engines.test_preflight import needs, routes
+from tests.waits import wait_for
 from trl_darts.engines import VLLMServerEngine, connection, discovery, monitor, server_list
 from trl_darts.engines.connection import ServerSettings, connect
 from trl_darts.engines.discovery import Discovery
@@ -24,11 +24,9 @@ from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import State
 from trl_darts.engines.preflight import ServerFacts, ServerUnreachableError
 from trl_darts.engines.server_list import LOCK_SUFFIX, FileSource, ServerList, ServerListError, check_source
-from trl_darts.engines.vllm_api import ServerPrompt
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError
-from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.weights.files import WeightDirectory
 
 
@@ -45,41 +43,8 @@ def _quick(monkeypatch):
     monkeypatch.setattr(connection, "JOIN_TIMEOUT_S", 0.5)
 
 
-class Decoder:
-    """Completes candidates, or leaves them unanswered while `mute`."""
-
-    def __init__(self, mute: bool = False) -> None:
-        self.mute = mute
-        self.num_requests = 0
-
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        self.num_requests += 1
-        while self.mute and not request.transport.is_closing():
-            await asyncio.sleep(0.005)
-        return await answer(completion([7] * 3))
-
-    @property
-    def routes(self) -> dict:
-        return {"GET /health": self.health, "POST /v1/completions": self.completions}
-
-
 async def fits(server) -> None:
     await server.get("/health")
-
-
-def start(engine: VLLMServerEngine):
-    scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M)
-    return engine.start(scheduler, [GroupPlan(0, M)], [[ServerPrompt([5])]], {"model": "m", "max_tokens": 8})
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def write(path, *urls: str, num_servers: int = 0) -> None:
@@ -87,27 +52,26 @@ def write(path, *urls: str, num_servers: int = 0) -> None:
 
 
 def test_a_server_that_is_added_takes_over_from_one_that_is_removed_in_the_same_rollout(tmp_path):
-    path, first, second = tmp_path / "servers.json", Decoder(mute=True), Decoder()
+    path, first, second = tmp_path / "servers.json", Stub(decode=hangs), Stub()
     with fake_server(first.routes) as old, fake_server(second.routes) as new:
         write(path, old)
         engine = VLLMServerEngine([old])
         engine.discover(Discovery(FileSource(str(path)), fits, [old]))
-        rollout = start(engine)
-        wait_for(lambda: first.num_requests == M)
+        rollout = start(engine, size=M)
+        wait_for(lambda: len(first.requests) == M)
         write(path, new)
-        (group,) = engine.wait(rollout).groups
-        assert [row.tokens for row in group.rows] == [[7] * 3] * M
-        assert second.num_requests == M
+        assert tokens_of(engine.wait(rollout)) == [[TOKENS] * M]
+        assert len(second.requests) == M
         assert engine.states() == {new: State.UP}
         engine.close()
 
 
 def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
-    path, first, second = tmp_path / "servers.json", Decoder(mute=True), Decoder()
+    path, first, second = tmp_path / "servers.json", Stub(decode=hangs), Stub()
     refreshed = []
 
     async def refresh(member, version):
-        refreshed.append((member.server.base_url, version, second.num_requests))
+        refreshed.append((member.server.base_url, version, len(second.requests)))
         return True
 
     with fake_server(first.routes) as old, fake_server(second.routes) as new:
@@ -115,8 +79,8 @@ def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
         engine.follow(3, {old: True})
         write(path, old)
         engine.discover(Discovery(FileSource(str(path)), fits, [old]))
-        rollout = start(engine)
-        wait_for(lambda: first.num_requests == M)
+        rollout = start(engine, size=M)
+        wait_for(lambda: len(first.requests) == M)
         write(path, new)
         engine.wait(rollout)
         assert refreshed == [(new, 3, 0)]
@@ -124,7 +88,7 @@ def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
 
 
 def test_what_never_was_listed_stays_and_so_does_the_last_server(tmp_path):
-    path, server = tmp_path / "servers.json", Decoder()
+    path, server = tmp_path / "servers.json", Stub()
     with fake_server(server.routes) as own, fake_server(server.routes) as other, fake_server(server.routes) as tail:
         write(path, own, other)
         engine = VLLMServerEngine([own, other, tail], tail_urls=[tail])
@@ -144,7 +108,7 @@ def test_what_never_was_listed_stays_and_so_does_the_last_server(tmp_path):
 
 
 def test_a_server_that_does_not_fit_is_reported_once_and_joins_when_it_does(tmp_path, caplog):
-    path, server, answers = tmp_path / "servers.json", Decoder(), []
+    path, server, answers = tmp_path / "servers.json", Stub(), []
 
     async def check(server):
         answers.append(server.base_url)
@@ -165,7 +129,7 @@ def test_a_server_that_does_not_fit_is_reported_once_and_joins_when_it_does(tmp_
 
 def test_an_engine_with_a_list_can_be_freed(tmp_path):
     path = tmp_path / "servers.json"
-    with fake_server(Decoder().routes) as url:
+    with fake_server(Stub().routes) as url:
         write(path, url)
         engine = VLLMServerEngine([url])
         engine.discover(Discovery(FileSource(str(path)), fits, [url]))

@@ -43,7 +43,6 @@ LONG_S = 20.0  # of a rollout in which nothing is waited for: a machine may be b
 # So often a candidate may be lost without a new token before it is given up.
 MAX_DISTURBANCES = 8
 PATIENT = Deadlines(first_token_s=10.0, token_s=10.0, return_s=10.0)
-HASTY = Deadlines(first_token_s=0.3, token_s=0.3, request_s=1.0, health_s=0.3, return_s=1.0, rollout_s=5.0)
 # Of tokens alone, so that a busy machine does not lose the server for its health.
 STALLING = Deadlines(first_token_s=0.3, token_s=0.3, request_s=15.0, health_s=10.0, return_s=10.0, rollout_s=15.0)
 CALLED_OFF, OPEN = "called off", "open"
@@ -200,9 +199,9 @@ def test_stalled_candidates_are_resumed(kind):
     server = HostileServer(2)
     rollouts = Rollouts(server)
     server.plan = lambda group, index, segment: kind if segment == 0 else "good"
-    with hostile_servers(server, HASTY, num_servers=2) as engines:
+    with hostile_servers(server, STALLING, num_servers=2) as engines:
         for engine in engines:
-            assert rollouts.run(engine, 1, 2, long_s=HASTY.rollout_s) is None
+            assert rollouts.run(engine, 1, 2) is None
     assert rollouts.outcomes[kind, "resumed"] >= 2
 
 

@@ -13,17 +13,16 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, server_log, vllm_server, waiting
-from trl_darts.engines.monitor import Monitor, has_loaded_weights
+from tests.engines.stub_servers import BODY, TOKENS, Stub, engine_on, event_stream, rollout_of, run, start, tokens_of
+from tests.waits import wait_for
+from trl_darts.engines import monitor, server_log, vllm_rollout, vllm_server, waiting
+from trl_darts.engines.monitor import Monitor
 from trl_darts.engines.pool import ServerPool, State
 from trl_darts.engines.vllm_api import VLLMServer, new_session
-from trl_darts.engines.vllm_rollout import END_S
 from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError, GenerationTimeoutError
-from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
-BODY = {"model": "m", "max_tokens": 100, "logprobs": 0}
 PROBE_S = 0.02
 LIMIT = 100
 
@@ -55,31 +54,23 @@ class Log:
         self.heard.append(("resized", capacity))
 
 
-class Switch:
+class Switch(Stub):
     """A server whose `/health` and completions can be changed while it runs."""
 
-    def __init__(self, status=200, body=b""):
+    def __init__(self, status=200, body=b"", breaks=0):
+        super().__init__()
         self.status, self.body = status, body
-        self.num_probes = 0
-        self.num_completions = 0
-        self.breaks = 0  # so many completions are cut
+        self.breaks = breaks  # so many completions are cut
 
-    async def health(self, request: web.Request) -> web.Response:
-        self.num_probes += 1
+    async def health(self, request):
+        await super().health(request)
         return web.Response(status=self.status, body=self.body)
 
-    async def completions(self, request: web.Request) -> web.Response:
-        self.num_completions += 1
+    async def decode(self, request, body):
         if self.breaks:
             self.breaks -= 1
             request.transport.close()
-        return await answer(completion([4, 5, 6]))
-
-    @contextmanager
-    def serve(self):
-        routes = {"GET /health": self.health, "POST /v1/completions": self.completions}
-        with fake_server(routes) as url:
-            yield url
+        return await super().decode(request, body)
 
 
 async def waits(member, version):
@@ -100,7 +91,7 @@ def with_pool(switch, play, refresh=waits, **deadlines):
             servers.listeners = [log := Log()]
             await play(servers, servers.members[url], log)
 
-    with switch.serve() as url:
+    with fake_server(switch.routes) as url:
         asyncio.run(main(url))
 
 
@@ -198,76 +189,58 @@ def test_draining():
 # The engine and its pool
 
 
-def rollout(engine, num_candidates=2):
-    scheduler = Scheduler(ScheduleSettings("grpo", num_candidates).policies(), num_candidates)
-    return engine.run(scheduler, [GroupPlan(0, num_candidates)], [[ServerPrompt([5])]], BODY)
-
-
-@contextmanager
-def engine_on(*urls, refresh=has_loaded_weights, **deadlines):
-    engine = VLLMServerEngine(urls, Deadlines(**deadlines), refresh=refresh)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def test_refreshed_server_serves_again():
     """The main thread is busy. The server gets no requests before it has the weights of the last sync."""
-    switch, asked = Switch(), []
-    switch.breaks = 2  # both candidates' first requests
+    switch, asked = Switch(breaks=2), []  # both candidates' first requests
 
     async def refresh(member, version):
-        asked.append((member.server.base_url, version, switch.num_completions))
+        asked.append((member.server.base_url, version, len(switch.requests)))
         return True
 
-    with switch.serve() as url, engine_on(url, refresh=refresh) as engine:
-        (group,) = rollout(engine).groups
+    with engine_on(switch, options={"refresh": refresh}) as engine:
+        assert tokens_of(run(engine)) == [[TOKENS] * 2]
+        (url,) = engine.base_urls
         assert engine.states() == {url: State.UP}
         assert engine.num_losses == 1
-    assert [c.tokens for c in group.candidates] == [[4, 5, 6]] * 2
     ((asked_of, version, num_before),) = asked
     assert (asked_of, version) == (url, 0)
-    assert num_before <= 2 < switch.num_completions
+    assert num_before <= 2 < len(switch.requests)
 
 
 def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "INTERVAL_S", 0.2)
     words = "ZeroDivisionError: division by zero"
-    switch, broken = Switch(), [True]
-    switch.breaks = 2
+    switch, broken = Switch(breaks=2), [True]
 
     async def refresh(member, version):
         return bool(1 / (not broken))
 
-    with switch.serve() as url, engine_on(url, return_s=0.5, refresh=refresh) as engine:
+    with engine_on(switch, return_s=0.5, options={"refresh": refresh}) as engine:
+        (url,) = engine.base_urls
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
-            rollout(engine)
+            run(engine)
         assert f"No vLLM server is up; waiting for {url} (0 of 0 s)" in caplog.messages
-        assert switch.num_completions <= 2
+        assert len(switch.requests) <= 2
         broken.clear()
-        deadline = time.monotonic() + 10
-        while engine.states() != {url: State.UP}:  # it is healthy; the next rollout may have it
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert len(rollout(engine).groups) == 1
+        wait_for(lambda: engine.states() == {url: State.UP})  # it is healthy; the next rollout may have it
+        assert len(run(engine).groups) == 1
 
 
 def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_it_has_had_one():
-    switch, asked = Switch(), []
-    switch.breaks = 2
+    switch, asked = Switch(breaks=2), []
 
     async def refresh(member, version):
         return bool(asked.append(member.server.base_url))
 
-    with switch.serve() as url, engine_on(url, return_s=0.5, refresh=refresh) as engine:
+    with engine_on(switch, return_s=0.5, options={"refresh": refresh}) as engine:
+        (url,) = engine.base_urls
         with pytest.raises(GenerationError, match="`vllm_server_timeout`"):
-            rollout(engine)
+            run(engine)
         assert asked == [url]
         assert engine.states() == {url: State.RETURNED}
-        assert switch.num_completions <= 2
+        assert len(switch.requests) <= 2
         engine.join(url)
-        assert len(rollout(engine).groups) == 1
+        assert len(run(engine).groups) == 1
 
 
 def test_open_files_are_shared_among_the_servers_that_there_are():
@@ -284,45 +257,46 @@ def test_open_files_are_shared_among_the_servers_that_there_are():
 
 
 def test_another_process_follows_the_main_one():
-    first, second, third = Switch(), Switch(), Switch()
-    with first.serve() as url, second.serve() as other, third.serve() as new, engine_on(url, other) as engine:
+    with fake_server(Stub().routes) as new, engine_on(Stub(), Stub()) as engine:
+        _, other = engine.base_urls
         engine.follow(2, {other: False, new: True})
         assert engine.states() == {other: State.DOWN, new: State.UP}
         assert engine.state == (2, {other: False, new: True})
 
 
 def test_drained_server_gets_nothing_new():
-    first, second = Switch(), Switch()
-    with first.serve() as url, second.serve() as other, engine_on(url, other) as engine:
+    first, second = Stub(), Stub()
+    with engine_on(first, second) as engine:
+        url, _ = engine.base_urls
         engine.drain(url)
-        rollout(engine, 4)
-        assert (first.num_completions, second.num_completions) == (0, 4)
+        run(engine, size=4)
+        assert (len(first.requests), len(second.requests)) == (0, 4)
         engine.drain(url, False)
-        rollout(engine, 4)
-        assert first.num_completions == 2
+        run(engine, size=4)
+        assert len(first.requests) == 2
 
 
 # The end of a rollout that fails
 
 
-class Aborted:
+class Aborted(Stub):
     """A server whose streams end without a reason when they are aborted, as vLLM's do in its queue."""
 
     def __init__(self):
+        super().__init__()
         self.running, self.ended, self.closed = set(), set(), set()
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        name = f"cmpl-{(await request.json())['request_id']}-0"
+    async def decode(self, request, body):
+        name = f"cmpl-{body['request_id']}-0"
         self.running.add(name)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await event_stream(request)
         while name not in self.ended and request.transport is not None:
             await asyncio.sleep(0.01)
         if name not in self.ended:
             self.closed.add(name)
         return response
 
-    async def abort(self, request: web.Request) -> web.Response:
+    async def abort(self, request):
         for name in (await request.json())["request_ids"]:
             await asyncio.sleep(0.05)
             self.ended.add(name)
@@ -337,53 +311,43 @@ def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
         if len(server.running) == 8:
             raise KeyboardInterrupt
 
-    routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
-    scheduler = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
-    with fake_server(routes) as url:
-        with engine_on(url) as engine, pytest.raises(KeyboardInterrupt):
-            engine.run(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY, on_progress=interrupt)
-        assert engine.states() == {url: State.UP}
-    assert server.ended == server.running
+    with engine_on(server) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, size=8, on_progress=interrupt)
+        wait_for(lambda: server.ended == server.running)
+        assert list(engine.states().values()) == [State.UP]
     assert server.closed == set()
 
 
 def test_a_weight_sync_waits_for_the_end_of_a_cancelled_rollout():
     server = Aborted()
-    routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
-    scheduler = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
-    with fake_server(routes) as url, engine_on(url) as engine:
-        running = engine.start(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY)
-        while len(server.running) < 8:
-            time.sleep(0.01)
+    with engine_on(server) as engine:
+        running = start(engine, size=8)
+        wait_for(lambda: len(server.running) == 8)
         running.cancel()
         engine.call(engine.idle())
         assert server.ended == server.running
 
 
 def test_the_next_rollout_hears_of_losses_while_a_cancelled_one_ends():
-    server, breaks = Aborted(), [True]
+    class Breaks(Aborted):
+        breaks = True
 
-    async def completions(request: web.Request) -> web.StreamResponse:
-        if (await request.json())["prompt"] == [1]:
-            return await server.completions(request)
-        if breaks:
-            breaks.pop()
-            await asyncio.sleep(1.0)  # the cancelled one has ended by then
-            request.transport.close()
-        return await answer(completion([4]))
+        async def decode(self, request, body):
+            if body["max_tokens"] == 100:
+                return await super().decode(request, body)
+            if self.breaks:
+                self.breaks = False
+                await asyncio.sleep(1.0)  # the cancelled one has ended by then
+                request.transport.close()
+            return await answer(completion([4]))
 
-    async def health(request: web.Request) -> web.Response:
-        return web.Response()
-
-    routes = {"POST /v1/completions": completions, "POST /abort_requests": server.abort, "GET /health": health}
-    with fake_server(routes) as url, engine_on(url, request_s=10.0) as engine:
-        first = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
-        running = engine.start(first, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY)
-        while len(server.running) < 8:
-            time.sleep(0.01)
+    server = Breaks()
+    with engine_on(server, request_s=10.0) as engine:
+        running = start(engine, size=8)
+        wait_for(lambda: len(server.running) == 8)
         running.cancel()
-        second = Scheduler(ScheduleSettings("grpo", 1).policies(), 1)
-        result = engine.run(second, [GroupPlan(0, 1)], [[ServerPrompt([2])]], BODY)
+        result = engine.run(*rollout_of(size=1, body={**BODY, "max_tokens": 99}))
     assert result.num_resumed == 1
 
 
@@ -403,15 +367,16 @@ def check_deadline(url, seconds, error, words, **deadlines):
     with engine_on(url, **deadlines) as engine:
         start = time.perf_counter()
         with pytest.raises(error, match=words):
-            rollout(engine)
+            run(engine)
         assert abs(time.perf_counter() - start - seconds) < 1.0
 
 
-def test_rollout_deadline():
+def test_rollout_deadline(monkeypatch):
+    monkeypatch.setattr(vllm_rollout, "END_S", 0.5)
     with mute_server() as url:
         words = r"longer than `vllm_rollout_timeout_s` \(1 s\): 2 candidates are still open"
         # Its aborts are not answered either.
-        check_deadline(url, 1.0 + END_S, GenerationTimeoutError, words, rollout_s=1.0, info_s=0.3)
+        check_deadline(url, 1.5, GenerationTimeoutError, words, rollout_s=1.0, info_s=0.3)
 
 
 def test_server_that_never_answers_is_an_error_in_time(monkeypatch, caplog):

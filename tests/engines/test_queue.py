@@ -6,21 +6,17 @@ candidates without a slot wait in the trainer, and a single late candidate is tr
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import ExitStack, contextmanager
 
 import pytest
 from aiohttp import web
 
-from tests.engines.fake_server import completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout
+from tests.engines.fake_server import completion
+from tests.engines.stub_servers import Stub, engine_on, event_stream, run, send, tokens_of
+from trl_darts.engines import monitor, vllm_rollout
 from trl_darts.engines.pool import State
-from trl_darts.engines.waiting import Deadlines
-from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
 NUM_TOKENS = 8
-BODY = {"model": "m", "max_tokens": NUM_TOKENS, "logprobs": 0}
 METRICS = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -36,105 +32,64 @@ def _quick(monkeypatch):
     monkeypatch.setattr(vllm_rollout, "CLOCK_S", 0.02)
 
 
-class SlottedServer:
+class SlottedServer(Stub):
     """Decodes `slots` candidates at once, one token every `step_s`. The others wait in its queue."""
 
     def __init__(self, slots=1, step_s=0.01, tells_slots=True, has_metrics=True):
-        self.slots, self.step_s = slots, step_s
+        routes = {"GET /metrics": self.metrics, "POST /collective_rpc": self.num_outputs}
+        super().__init__(slots if tells_slots else None, routes)
+        self.step_s = step_s
         self.semaphore = asyncio.Semaphore(slots)
-        self.tells_slots, self.has_metrics = tells_slots, has_metrics
-        self.held = self.most_held = self.num_requests = 0
+        self.has_metrics = has_metrics
         self.num_running = self.num_tokens = self.num_preemptions = 0
         self.stalls = set()  # numbers of requests that get no more tokens, after those that they have by then
         self.preempted = set()  # those that are put back into the queue then, until no other runs
         self.stall_at = 0
-        self.usage = 0.5
-
-    async def server_info(self, request):
-        if not self.tells_slots:
-            return web.Response(status=404)
-        return web.json_response({"vllm_config": {"scheduler_config": {"max_num_seqs": self.slots}}})
 
     async def metrics(self, request):
-        waiting = self.held - self.num_running
-        values = (self.num_running, waiting, self.num_preemptions, self.usage, self.num_tokens)
+        values = (self.num_running, self.num_open - self.num_running, self.num_preemptions, 0.5, self.num_tokens)
         lines = [f'{name}{{engine="0"}} {value}' for name, value in zip(METRICS, values, strict=True)]
         return web.Response(text="\n".join(lines)) if self.has_metrics else web.Response(status=404)
-
-    async def health(self, request):
-        return web.Response()
-
-    async def completions(self, request):
-        fields = await request.json()
-        self.held += 1
-        self.most_held = max(self.held, self.most_held)
-        number, self.num_requests = self.num_requests, self.num_requests + 1
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        try:
-            async with self.semaphore:
-                self.num_running += 1
-                try:
-                    await self._decode(response, number, fields["max_tokens"])
-                finally:
-                    self.num_running -= 1
-        finally:
-            self.held -= 1
-        return response
-
-    async def _decode(self, response, number, num_tokens):
-        for token in range(num_tokens):
-            if number in self.stalls and token >= self.stall_at:
-                await asyncio.sleep(60)
-            if number in self.preempted and token >= self.stall_at:
-                self.num_running -= 1
-                while self.num_running > 0:
-                    await asyncio.sleep(0.01)
-                self.num_running += 1
-            await asyncio.sleep(self.step_s)
-            self.num_tokens += 1
-            reason = "stop" if token == num_tokens - 1 else None
-            await response.write(b"data: " + json.dumps(completion([token], reason)).encode() + b"\n\n")
-
-    @property
-    def routes(self):
-        gets = {"/health": self.health, "/metrics": self.metrics, "/server_info": self.server_info}
-        posts = {"/v1/completions": self.completions, "/collective_rpc": self.num_outputs}
-        return {f"GET {path}": handler for path, handler in gets.items()} | {
-            f"POST {path}": handler for path, handler in posts.items()
-        }
 
     async def num_outputs(self, request):
         return web.json_response({"results": []})
 
+    async def decode(self, request, body):
+        number, num_tokens = len(self.requests) - 1, NUM_TOKENS + 1 - len(body["prompt"])
+        response = await event_stream(request)
+        async with self.semaphore:
+            self.num_running += 1
+            try:
+                for token in range(num_tokens):
+                    await self._wait(number, token)
+                    self.num_tokens += 1
+                    await send(response, completion([token], "stop" if token == num_tokens - 1 else None))
+            finally:
+                self.num_running -= 1
+        return response
 
-@contextmanager
-def engine_on(*servers, **deadlines):
-    with ExitStack() as stack:
-        urls = [stack.enter_context(fake_server(server.routes)) for server in servers]
-        engine = VLLMServerEngine(urls, Deadlines(**deadlines))
-        stack.callback(engine.close)
-        yield engine
-
-
-def rollout(engine, num_groups=1, size=4):
-    scheduler = Scheduler(ScheduleSettings("grpo", size).policies(), size)
-    plans = [GroupPlan(i, size) for i in range(num_groups)]
-    return engine.run(scheduler, plans, [[ServerPrompt([i])] for i in range(num_groups)], BODY)
+    async def _wait(self, number, token):
+        if number in self.stalls and token >= self.stall_at:
+            await asyncio.sleep(60)
+        if number in self.preempted and token >= self.stall_at:
+            self.num_running -= 1
+            while self.num_running > 0:
+                await asyncio.sleep(0.01)
+            self.num_running += 1
+        await asyncio.sleep(self.step_s)
 
 
 def check_rows(result):
-    for row in (row for group in result.groups for row in group.rows):
-        assert len(row.tokens) == NUM_TOKENS
+    assert all(len(tokens) == NUM_TOKENS for group in tokens_of(result) for tokens in group)
 
 
 @pytest.mark.parametrize("tells_slots", [True, False])
 @pytest.mark.parametrize("has_metrics", [True, False])
 def test_a_queue_is_not_silence(tells_slots, has_metrics):
     """One slot, steady decoding, and answers that take longer than the first-token deadline."""
-    server = SlottedServer(1, 0.1, tells_slots, has_metrics)
+    server = SlottedServer(1, 0.05, tells_slots, has_metrics)
     with engine_on(server, first_token_s=0.6, token_s=0.6) as engine:
-        result = rollout(engine)
+        result = run(engine, size=4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 0)
 
@@ -142,23 +97,23 @@ def test_a_queue_is_not_silence(tells_slots, has_metrics):
 def test_what_has_no_slot_waits_with_us():
     server = SlottedServer(2)
     with engine_on(server) as engine:
-        check_rows(rollout(engine, 3, 4))
-    assert server.most_held == 4  # two to hide the round trip
+        check_rows(run(engine, 3, 4))
+    assert server.most_open == 4  # two to hide the round trip
 
 
 def test_a_server_that_does_not_say_gets_all():
     server = SlottedServer(2, tells_slots=False)
     with engine_on(server) as engine:
-        check_rows(rollout(engine, 3, 4))
-    assert server.most_held == 12
+        check_rows(run(engine, 3, 4))
+    assert server.most_open == 12
 
 
 def test_what_waits_goes_to_whichever_server_is_free_first():
     slow, fast = SlottedServer(2, 0.1), SlottedServer(2, 0.005)
     with engine_on(slow, fast) as engine:
-        check_rows(rollout(engine, 4, 8))
-    assert slow.num_requests + fast.num_requests == 32
-    assert slow.num_requests < 16
+        check_rows(run(engine, 4, 8))
+    assert len(slow.requests) + len(fast.requests) == 32
+    assert len(slow.requests) < 16
 
 
 @pytest.mark.parametrize(("stall_at", "has_metrics"), [(0, True), (3, True), (3, False)])
@@ -167,10 +122,10 @@ def test_a_candidate_that_is_late_by_itself_is_tried_elsewhere_and_its_server_st
     bad, good = SlottedServer(8, 0.15, has_metrics=has_metrics), SlottedServer(8)
     bad.stalls, bad.stall_at = {0}, stall_at
     with engine_on(bad, good, first_token_s=0.5, token_s=0.5) as engine:
-        result = rollout(engine, 2, 4)
+        result = run(engine, 2, 4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 1)
-    assert (bad.num_requests, good.num_requests) == (4, 5)
+    assert (len(bad.requests), len(good.requests)) == (4, 5)
 
 
 def test_a_preempted_candidate_is_not_late():
@@ -178,7 +133,7 @@ def test_a_preempted_candidate_is_not_late():
     server = SlottedServer(8, 0.15)
     server.preempted, server.stall_at = {0}, 2
     with engine_on(server, token_s=0.6) as engine:
-        result = rollout(engine)
+        result = run(engine, size=4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 0)
 
@@ -188,7 +143,7 @@ def test_a_silent_server_is_lost(stall_at):
     bad, good = SlottedServer(8), SlottedServer(8)
     bad.stalls, bad.stall_at = {0, 1, 2, 3}, stall_at
     with engine_on(bad, good, first_token_s=0.5, token_s=0.5) as engine:
-        result = rollout(engine, 2, 4)
+        result = run(engine, 2, 4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (1, 4)
 
@@ -196,7 +151,6 @@ def test_a_silent_server_is_lost(stall_at):
 def test_a_server_that_preempts_gets_fewer():
     server = SlottedServer(32, 0.05)
     with engine_on(server) as engine:
-        scheduler = Scheduler(ScheduleSettings("grpo", 80).policies(), 80)
         limits = []
 
         def watch(ledger):
@@ -204,7 +158,7 @@ def test_a_server_that_preempts_gets_fewer():
             (member,) = engine.members.values()
             limits.append(member.capacity)
 
-        result = engine.run(scheduler, [GroupPlan(0, 80)], [[ServerPrompt([0])]], BODY, on_progress=watch)
+        result = run(engine, size=80, on_progress=watch)
         check_rows(result)
         assert engine.states() == dict.fromkeys(engine.base_urls, State.UP)
     assert min(limits) < limits[0] == 36
@@ -214,7 +168,6 @@ def test_a_weight_sync_is_no_pressure():
     """A pause preempts all requests, which the server counts once it decodes again."""
     server = SlottedServer(32, 0.05)
     with engine_on(server) as engine:
-        scheduler = Scheduler(ScheduleSettings("grpo", 80).policies(), 80)
         limits = []
 
         async def update():
@@ -228,6 +181,6 @@ def test_a_weight_sync_is_no_pressure():
             (member,) = engine.members.values()
             limits.append(member.capacity)
 
-        check_rows(engine.run(scheduler, [GroupPlan(0, 80)], [[ServerPrompt([0])]], BODY, on_progress=watch))
+        check_rows(run(engine, size=80, on_progress=watch))
     assert len(limits) > 3
     assert set(limits) == {36}
