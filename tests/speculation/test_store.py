@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from benchmarks.decoding import Decoding, make_drafter
+from benchmarks.drafts import Decoding, make_drafter
 from benchmarks.models import make_tokenizer
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.command import make_commands
