@@ -7,7 +7,8 @@ Task, engine and clock are those of `training.py`: the chain of `long_tail.py`, 
 32 × 8 rows a step, and a real vLLM server at the published pace of an 8 B model. Beside all that it does, each step
 takes `--per-token` seconds for each token that is trained on, 30 % of a step of GRPO. AsyncGRPO gets what it lacks on
 a CPU (`async_grpo.py`); the number behind it is its `max_staleness`. All arms have the same data, the same constant
-learning rate and the same number of rows, and begin from the same model. The arms of a seed follow each other.
+learning rate and the same number of rows, and begin from the same model. The clock starts with the training, when all
+processes run. The arms of a seed follow each other.
 
 The primary metric, named before any run: seconds until the exact held-out reward of plain sampling is `TARGET`. It was
 chosen from GRPO's arm in the stored runs of `training.py`, which has 0.463 to 0.466 after 25 steps (five seeds). An

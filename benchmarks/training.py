@@ -100,8 +100,6 @@ METRICS = {  # of TRL's log, by the name in the results
     "kept_length": "completions/mean_length",
     "redundancy": "darts/budget/redundancy",
     "aborted": "darts/rollout/aborted_candidates",
-    "length_ratio": "darts/bias/length_mean_ratio",
-    "reward_gap": "darts/bias/reward_gap",
     "off_policy": "darts/staleness/off_policy_share",
     "sync": "darts/sync/seconds",
 }
@@ -316,7 +314,6 @@ ROWS: Columns = {
         lambda own, base: _mean("kept_length")(own, base) / _mean("mean")(own, base),
         cells.ratio,
     ),
-    "the log's estimate": (_mean("length_ratio"), cells.ratio),
     "late engine steps": (_mean("engine_late"), cells.mean),
     "late optimizer steps": (_mean("late"), cells.mean),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import peers
 from benchmarks.harness import Benchmark, Shared, alternate, main, parse, run_missing
 
 
@@ -105,6 +106,21 @@ def test_sides_take_turns_after_a_warm_up():
     found = alternate({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, 2)
     assert "".join(order) == "abbaab"
     assert found == {"a": [4, 5], "b": [3, 6]}
+
+
+def test_parts_of_a_peers_step_add_up_to_its_seconds():
+    steps = [
+        {"seconds": 5.0, "now": 5.0, "pace": 1.0, "trained": 2560.0, "reward": 0.4, "mean": 20.0},
+        {"seconds": 4.0, "now": 9.0, "pace": 1.0, "trained": 2560.0, "reward": 0.5, "mean": 10.0},
+    ]
+    ours = {"darts/rollout/seconds": 9.0, "darts/rollout/wait_seconds": 0.5, "darts/score/seconds": 1.0}
+    theirs = {"perf/rollout_wait_s": 2.0, "perf/fwd_bwd_s": 0.5, "sample/dropped_stale_total": 4.0}
+    found = peers.summary(steps, {1: ours, 2: theirs})
+    assert found["parts"] == {"wait": 1.25, "scoring": 0.5, "sync": 0.0, "passes": 0.25, "pace": 1.0, "rest": 1.5}
+    assert (found["seconds"], found["seconds_to_target"], found["trained_tokens"]) == (9.0, 9.0, 5120.0)
+    assert found["kept_over_plain"] == pytest.approx(10 / 15)
+    assert found["thrown_groups"] == 0.5
+    assert peers.summary(steps[:1], {1: ours})["seconds_to_target"] is None
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
