@@ -113,13 +113,13 @@ wheel: $(VENV)/.wheel
 	$(BIN)/python -m twine check --strict dist/*
 
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/decisions.py
-	$(BIN)/python benchmarks/server_overhead.py
+	$(BIN)/python -m benchmarks.decisions
+	$(BIN)/python -m benchmarks.server_overhead
 	$(BIN)/python -m benchmarks.report
 
 # Under three hours on two cores; goes on where it was interrupted.
 bench-evidence: $(VENV)/.test
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.report
 
 clean:

@@ -4,11 +4,18 @@ How the tables of benchmarks/REPORT.md show numbers: geometric means of ratios a
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from trl_darts.analysis.estimates import Estimate
+
+
+Run = Mapping[str, Any]
+Pairs = Sequence[tuple[Run, Run]]  # an arm's run and the baseline's, by seed
+Columns = Mapping[str, tuple[Callable[[Run, Run], float], Callable[[Sequence[float]], str]]]
+"""Of a table: by title, a value of an arm's run and the baseline's, and how the values of all seeds are shown."""
 
 
 def geometric(ratios: Sequence[float]) -> tuple[float, float, float]:
@@ -52,3 +59,23 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table in Markdown whose first column is text."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def pairs_of(runs: Sequence[Run], arm: str, baseline: str = "grpo") -> Pairs:
+    """Pairs the runs of an arm with the baseline's runs of the same seeds."""
+    base = {run["seed"]: run for run in runs if run["arm"] == baseline}
+    return [(run, base[run["seed"]]) for run in runs if run["arm"] == arm and run["seed"] in base]
+
+
+def compare(
+    title: str, cases: Mapping[str, Sequence[Run]], columns: Columns, arms: Iterable[str], baseline: str = "grpo"
+) -> str:
+    """Returns a row for each case and arm that has the baseline of a seed beside it."""
+    rows = []
+    for case, runs in cases.items():
+        for arm in arms:
+            if pairs := pairs_of(runs, arm, baseline):
+                found = {name: [value(*pair) for pair in pairs] for name, (value, _) in columns.items()}
+                shown = [form(list(filter(math.isfinite, found[name]))) for name, (_, form) in columns.items()]
+                rows.append([f"{case}{arm} ({len(pairs)})", *shown])
+    return table([title, *columns], rows)

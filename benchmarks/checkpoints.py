@@ -1,18 +1,16 @@
 """
 Kills trainers while they write checkpoints, and checks that runs resume and train on each prompt once per epoch.
 
-    python benchmarks/checkpoints.py --kills 50 [--continuous]
+    python -m benchmarks.checkpoints [--continuous] [--kills 50]
 
 The schedule is `partial_rollout` on a real vLLM server, with tokens of unfinished prompts in the buffer, or GRPO in
 rollouts that never end, whose unfinished prompts are sampled again. Each trainer resumes from the last complete
 checkpoint, saves after every step, and is killed with SIGKILL at a random moment of its first, second or third
 checkpoint; only the last trainer is not killed. After each kill, a complete checkpoint must exist. In each epoch, each
 prompt must be trained on once, not counting steps that a later trainer repeated. Epochs overlap in rollouts that never
-end, so there it is once per epoch over the whole training. Also prints the last file that each killed trainer wrote.
-Appends to benchmarks/results/checkpoints.jsonl.
+end, so there it is once per epoch over the whole training.
 """
 
-import argparse
 import json
 import multiprocessing
 import random
@@ -22,14 +20,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from datasets import Dataset
+from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.lines import record
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.servers import benchmark_server, make_trainer, training_args
+from trl_darts import DARTSGRPOTrainer
+from trl_darts.training.resume import BUFFER_FILE, last_checkpoint
 
 
 PROMPTS = [f"{i} + {i} =" for i in range(32)]
@@ -45,12 +49,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 def train(url: str, model_dir: str, schedule: str, directory: str, max_steps: int, saving: Any) -> None:
     """Trains in a process of its own. Notifies `saving` of the start and end of checkpoints, and logs prompts."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer, PrinterCallback
-
-    from benchmarks.servers import training_args
-    from trl_darts import DARTSGRPOTrainer
-    from trl_darts.training.resume import last_checkpoint
 
     class Trainer(DARTSGRPOTrainer):
         def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Any:
@@ -68,18 +66,18 @@ def train(url: str, model_dir: str, schedule: str, directory: str, max_steps: in
     fields |= {"per_device_train_batch_size": BATCH * ROWS}
     fields |= {"max_completion_length": 256, "max_steps": max_steps, "learning_rate": 1e-6}
     fields |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "logging_strategy": "no"}
-    trainer = Trainer(
-        model_dir,
-        reward_funcs=lambda completion_ids, **kwargs: [float(len(ids)) for ids in completion_ids],
-        args=training_args(url, directory, **fields),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
-    )
-    trainer.remove_callback(PrinterCallback)
+    data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    tokenizer, args = AutoTokenizer.from_pretrained(model_dir), training_args(url, directory, **fields)
+    trainer = make_trainer(model_dir, length_reward, args, data, tokenizer, Trainer)
     trainer.train(resume_from_checkpoint="true" if last_checkpoint(directory) else None)
 
 
-def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
+def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Differs between answers."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def start(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
     """
     Starts a trainer, and kills it `delay_s` after the start of its `kill_at`-th checkpoint. Returns the seconds of a
     checkpoint.
@@ -108,10 +106,6 @@ def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
 
 def last_state(directory: Path) -> tuple[int, str, int]:
     """Returns the last complete step, the newest file of the next checkpoint, and the tokens in the buffer."""
-    import numpy as np
-
-    from trl_darts.training.resume import BUFFER_FILE, last_checkpoint
-
     whole = last_checkpoint(str(directory))
     assert whole is not None, "no checkpoint is complete"
     step = int(whole.name.rpartition("-")[2])
@@ -134,39 +128,45 @@ def wrong_prompts(directory: Path, max_steps: int, period: int) -> list[tuple[in
     return wrong
 
 
-def main() -> None:
-    """Runs the benchmark. Exits with 1 if a prompt was lost or trained on twice."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--continuous", action="store_true", help="rollouts that never end")
-    options = parser.parse_args()
-    from benchmarks.servers import benchmark_server
-
+def run(shared: Shared, arm: str, kills: int) -> dict[str, Any]:
+    """Kills trainers, and lets the last one end."""
     rng, newest, tokens = random.Random(0), Counter[str](), []
     multiprocessing.set_forkserver_preload(["trl_darts.trainer", "datasets"])
     with benchmark_server() as (url, model_dir), tempfile.TemporaryDirectory() as output:
         directory = Path(output)
-        arguments = url, str(model_dir), "continuous" if options.continuous else "partial_rollout", output
-        seconds = run(*arguments, 3)
-        max_steps = (3 + MOST * options.kills) // STEPS * STEPS + STEPS  # more than the killed trainers take
-        for _ in range(options.kills):
+        arguments = url, str(model_dir), arm, output
+        seconds = start(*arguments, MOST)
+        max_steps = (MOST + MOST * kills) // STEPS * STEPS + STEPS  # more than the killed trainers take
+        for _ in range(kills):
             delay_s = rng.uniform(0, 1.1 * seconds)
-            run(*arguments, max_steps, kill_at=rng.randint(1, MOST), delay_s=delay_s)
+            start(*arguments, max_steps, kill_at=rng.randint(1, MOST), delay_s=delay_s)
             step, name, num_tokens = last_state(directory)
             newest[name] += 1
             tokens.append(num_tokens)
             print(f"step {step} is complete, {num_tokens} tokens in its buffer; last file: {name}", flush=True)
-        run(*arguments, max_steps)
-        wrong = wrong_prompts(directory, max_steps, max_steps if options.continuous else STEPS)
-    found = {"schedule": arguments[2], "kills": options.kills, "steps": max_steps, "epochs": max_steps // STEPS}
-    found |= {"checkpoint_s": seconds, "tokens": tokens, "last_file": dict(newest), "wrong": wrong}
-    record("checkpoints", found)
-    print(f"{options.kills} kills, {max_steps} steps, {max_steps // STEPS} epochs; a checkpoint takes {seconds:.2f} s")
-    print(f"tokens in the restored buffers: median {statistics.median(tokens):.0f}, most {max(tokens)}")
-    print(f"last file: {dict(newest.most_common())}")
-    print(f"prompts lost or trained on twice: {len(wrong)} {wrong or ''}")
-    sys.exit(1 if wrong else 0)
+        start(*arguments, max_steps)
+        wrong = wrong_prompts(directory, max_steps, max_steps if arm == "continuous" else STEPS)
+    found = {"kills": kills, "steps": max_steps, "epochs": max_steps // STEPS, "checkpoint_s": seconds}
+    return {**found, "tokens": tokens, "last_file": dict(newest), "wrong": wrong}
 
+
+def check(line: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a run."""
+    return f"Prompts were lost or trained on twice: {line['wrong']}" if line["wrong"] else None
+
+
+BENCHMARK = Benchmark(
+    "checkpoints",
+    __doc__,
+    {"arm": list(SCHEDULES)},
+    run,
+    parts.checkpoints,
+    options={"kills": 50},
+    usual={"arm": ["partial_rollout"]},
+    quick={"kills": 2},
+    check=check,
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,40 +1,31 @@
 """
 Measures the processor time of one training step's decisions on one core.
 
-    python benchmarks/decisions.py [--num-prompts 512] [--factor 8] [--repeats 15] [--check]
+    python -m benchmarks.decisions [--prompts 512] [--factor 8] [--repeats 15]
 
 Each stage in `STAGES` is a function that makes a part of the decisions for a `Batch`, and may read the results of
 earlier stages in it. The step is measured again with `--factor` times the prompts, to show that nothing is quadratic.
-With `--check`, the exit status is 1 if a limit is exceeded. Medians are appended to
-benchmarks/results/decisions.jsonl.
+Medians are stored.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.lines import record
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, main
 from trl_darts.policy import BudgetController, LatencyCurve, LengthTracker, allocate_redundancy
 from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, ScheduleSettings
 
 
-LIMIT_S = 0.050  # for a step with 512 prompts
-LIMIT_GROWTH = 1.5  # growth of the time over that of the batch: 12 times for 8 times the prompts
 NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 10, 20, 1
 POOL_SIZES = (12, 20)  # 16 candidates per prompt on average
 CURVE = LatencyCurve([1, 64, 256, 8192], [0.010, 0.012, 0.025, 0.700])
@@ -142,48 +133,24 @@ def measure(num_prompts: int, repeats: int) -> dict[str, float]:
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
-def show(small: dict[str, float], large: dict[str, float], num_prompts: int, factor: int) -> None:
-    """Prints a table."""
-    low, high = POOL_SIZES
-    table = Table(title=f"Decisions of one step on one core, {low} to {high} candidates per prompt (median, ms)")
-    for title in ("stage", "decision", f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):
-        table.add_column(title, justify="left" if title in ("stage", "decision") else "right")
-    for stage in STAGES:
-        table.add_row(stage.__name__, stage.__doc__, *_cells(small[stage.__name__], large[stage.__name__]))
-    table.add_section()
-    table.add_row("total", "", *_cells(sum(small.values()), sum(large.values())))
-    Console().print(table)
-
-
-def _cells(small: float, large: float) -> tuple[str, str, str]:
-    return f"{small * 1e3:.2f}", f"{large * 1e3:.2f}", f"{large / small:.1f} x"
-
-
-def main() -> int:
-    """Runs the benchmark and checks the limits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-prompts", type=int, default=512)
-    parser.add_argument(
-        "--factor", type=int, default=8, help="size of the larger batch in multiples of the smaller one"
-    )
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
-    args = parser.parse_args()
+def run(shared: Shared, prompts: int, factor: int, repeats: int) -> dict[str, Any]:
+    """Measures both sizes."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    small = measure(args.num_prompts, args.repeats)
-    large = measure(args.num_prompts * args.factor, max(3, args.repeats // 3))
-    show(small, large, args.num_prompts, args.factor)
-    sizes = {"prompts": args.num_prompts, "factor": args.factor}
-    record("decisions", {**sizes, "seconds": small, "seconds_larger": large})
-    growth, limit = sum(large.values()) / sum(small.values()), LIMIT_S * args.num_prompts / 512
-    exceeded = sum(small.values()) > limit or growth > LIMIT_GROWTH * args.factor
-    print(
-        f"limits: {limit * 1e3:.0f} ms, growth {LIMIT_GROWTH * args.factor:.0f} x: "
-        f"{'exceeded' if exceeded else 'kept'}"
-    )
-    return int(args.check and exceeded)
+    larger = measure(prompts * factor, max(3, repeats // 3))
+    return {"factor": factor, "seconds": measure(prompts, repeats), "seconds_larger": larger}
 
+
+BENCHMARK = Benchmark(
+    "decisions",
+    __doc__,
+    {"prompts": (512,)},
+    run,
+    parts.decisions,
+    options={"factor": 8, "repeats": 15},
+    quick={"prompts": (64,), "repeats": 3},
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(BENCHMARK)

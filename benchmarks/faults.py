@@ -1,66 +1,70 @@
 """
 Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
-    python benchmarks/faults.py --kills 20 --freezes 5
-    python benchmarks/faults.py --rollout-ahead | --continuous | --stop | --defer
-    python benchmarks/faults.py --kills 20 --freezes 0 --tail-servers 1 | --speculative suffix
+    python -m benchmarks.faults [--kills 20] [--freezes 5]
+    python -m benchmarks.faults --ahead | --continuous | --stop | --defer | --tail | --suffix
 
-`trl-darts serve --restart` runs two real servers of the tiny reasoner. With `--tail-servers`, others take over the
-last 16 candidates. At random moments, also during weight syncs, a random server is killed with SIGKILL, or stopped
-with SIGSTOP for 15 seconds. The run ends some steps after the last fault. Each rollout must have N×M rows and
-submitted = ended + resumed + lost after their abort, and must not receive a token twice. The log-probs of candidates
-that were resumed or moved are compared with a forward pass with the weights of their rollout. With `--stop`, no
-candidate may continue from its tokens. With `--defer`, groups wait for long rounds, and a fifth of the prompts is
-audited. With `--continuous`, rollouts never end, log-probs are compared with the weights of each token's version, and
-no prompt may be trained on twice. No other server may be lost. With drafts, the tokens that each server accepted since
-its last start are printed. A run is appended to benchmarks/results/faults.jsonl, with times of one clock.
+`trl-darts serve --restart` runs two real servers of the tiny reasoner. At random moments, also during weight syncs, a
+random server is killed with SIGKILL, or stopped with SIGSTOP for 15 seconds. The run ends some steps after the last
+fault. Each rollout must have N×M rows and submitted = ended + resumed + lost after their abort, and must not receive a
+token twice. The log-probs of candidates that were resumed or moved are compared with a forward pass with the weights
+of their rollout. No other server may be lost.
+
+- ahead: with `rollout_ahead=1`.
+- continuous: rollouts never end, log-probs are compared with the weights of each token's version, and no prompt may be
+  trained on twice.
+- stop: with a stop string, so that no candidate may continue from its tokens.
+- defer: groups wait for long rounds, and a fifth of the prompts is audited.
+- tail: another server takes over the last 16 candidates.
+- suffix: with drafts.
+
+Times are of one clock. The exit status is 1 if something was lost.
 """
 
-import argparse
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"))
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
-from task import accuracy_reward, make_dataset
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from benchmarks.lines import record
-from benchmarks.servers import training_args
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.lines import ROOT
+from benchmarks.servers import make_trainer, training_args
 from benchmarks.vllm_server import free_port, is_healthy
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.engines.pool import State
-from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.scheduling import CandidateEnded, CandidateState, EngineLost, RolloutResult, Scheduler, TokensArrived
-from trl_darts.serving.options import SPECULATIVE
+from trl_darts.tiny_reasoner.task import accuracy_reward, make_dataset
 
 
-CHECKPOINT = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner" / "checkpoint"
+CHECKPOINT = ROOT / "examples" / "tiny_reasoner" / "checkpoint"
 NUM_SERVERS = 2
 FROZEN_S = 15.0
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.02
-NEVER_SAID = "\x00never said"
+FIELDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ahead": {"rollout_ahead": 1},
+    "continuous": {"rollout_ahead": "continuous"},
+    "stop": {"generation_kwargs": {"stop": ["\x00never said"]}},
+    "defer": {"defer_unsettled_groups": True, "audit_share": 0.2},
+    "tail": {"tail_switch_at": 16},
+    "suffix": {},
+}
 
 
 @dataclass
@@ -159,7 +163,7 @@ class Audit:
         engine = trainer.vllm_generation.engine
         self._start, engine.start = engine.start, self._audited
         self._open, engine.open = engine.open, self._opened
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # by step, with `--continuous`
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # by step, of the arm "continuous"
         self.trained: Counter[int] = Counter()  # prompts, by the ID of their group
 
     def _audited(self, scheduler: Scheduler, plans: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,12 +304,11 @@ def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[l
 
 def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **fields: Any) -> tuple[list[Fault], Audit]:
     """Trains while faults are injected. Servers beyond the main ones are tail servers."""
-    main, tail = urls[:NUM_SERVERS], urls[NUM_SERVERS:]
+    main_urls, tail_urls = urls[:NUM_SERVERS], urls[NUM_SERVERS:]
     args = training_args(
-        ",".join(main),
+        ",".join(main_urls),
         output_dir,
-        vllm_tail_server_url=",".join(tail) or None,
-        tail_switch_at=16 if tail else None,
+        vllm_tail_server_url=",".join(tail_urls) or None,
         vllm_health_timeout_s=HEALTH_TIMEOUT_S,
         num_generations=8,
         per_device_train_batch_size=64,
@@ -315,81 +318,45 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
         seed=seed,
         **fields,
     )
-    trainer = DARTSGRPOTrainer(
-        str(CHECKPOINT), reward_funcs=accuracy_reward, args=args, train_dataset=make_dataset(64, seed=0)
-    )
-    trainer.remove_callback(PrinterCallback)
+    trainer = make_trainer(str(CHECKPOINT), accuracy_reward, args, make_dataset(64, seed=0))
     audit = Audit(trainer)
     chaos = Chaos(trainer.vllm_generation.engine, kinds, seed, audit.note_weights)
     trainer.add_callback(chaos)
     trainer.train()
     audit.check_ended()
     audit.counts["lost without a fault"] = trainer.vllm_generation.engine.num_losses - len(kinds)
-    for url, counts in trainer.vllm_generation.engine.query(draft_counts).items():
-        if counts is not None and counts.num_drafts:
-            print(f"{url}: {counts.num_draft_tokens:.0f} tokens drafted, {counts.num_accepted_tokens:.0f} accepted")
     return chaos.faults, audit
 
 
-def report(faults: list[Fault], audit: Audit) -> None:
-    """Prints the faults, their consequences and the checks."""
-
-    def hit(start: float, end: float, kind: str = "") -> bool:
-        return any(start <= fault.at <= end and fault.kind.startswith(kind) for fault in faults)
-
-    usual = statistics.median(end - start for start, end in audit.rollouts if not hit(start, end))
-    table = Table(
-        title=f"{len(faults)} faults, {len(audit.rollouts)} rollouts; one without a fault takes {usual:.1f} s"
-    )
-    for name in ("fault", "number", "noticed after (s)", "back after (s)", "rollouts hit", "lost in them (s)"):
-        table.add_column(name, justify="left" if name == "fault" else "right")
-    for kind in sorted({fault.kind for fault in faults}):
-        own = [fault for fault in faults if fault.kind == kind]
-        lost = [end - start - usual for start, end in audit.rollouts if hit(start, end, kind)]
-        times = [[fault.noticed or 0.0 for fault in own], [fault.back or 0.0 for fault in own], lost]
-        noticed, back, extra = (f"{statistics.median(t):.1f} (≤ {max(t):.1f})" if t else "–" for t in times)
-        table.add_row(kind, str(len(own)), noticed, back, str(len(lost)), extra)
-    Console().print(table)
-    print(", ".join(f"{name} {number}" for name, number in sorted(audit.counts.items())))
-    print(f"log-probs of resumed candidates: at most {audit.worst:.1e} off; nothing lost: {audit.nothing_lost}")
+def run(shared: Shared, arm: str, kills: int, freezes: int, seed: int) -> dict[str, Any]:
+    """Trains with an arm's settings, and returns the faults, their consequences and the checks."""
+    kinds = ["kill"] * kills + ["freeze"] * freezes
+    random.Random(seed).shuffle(kinds)
+    servers, speculative = NUM_SERVERS + (arm == "tail"), "suffix" if arm == "suffix" else None
+    with tempfile.TemporaryDirectory() as directory, serve(directory, servers, speculative) as urls:
+        faults, audit = train(urls, kinds, seed, directory, **FIELDS[arm])
+    found = {"kills": kills, "freezes": freezes, "seed": seed, "counts": dict(audit.counts), "worst": audit.worst}
+    rollouts = {"faults": list(map(asdict, faults)), "rollouts": audit.rollouts}
+    return {**found, "nothing_lost": audit.nothing_lost, **rollouts}
 
 
-def fields_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line asks for."""
-    fields: dict[str, Any] = {"rollout_ahead": int(options.rollout_ahead)}
-    if options.continuous:
-        fields["rollout_ahead"] = "continuous"
-    if options.stop:
-        fields["generation_kwargs"] = {"stop": [NEVER_SAID]}
-    if options.defer:
-        fields |= {"defer_unsettled_groups": True, "audit_share": 0.2}
-    return fields
+def check(line: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a run."""
+    return None if line["nothing_lost"] else f"Something was lost with {line['arm']}: {line['counts']}"
 
 
-def main() -> None:
-    """Runs the benchmark. Exits with 1 if something was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--freezes", type=int, default=5)
-    parser.add_argument("--tail-servers", type=int, default=0)
-    parser.add_argument("--speculative", choices=SPECULATIVE)
-    parser.add_argument("--rollout-ahead", action="store_true")
-    parser.add_argument("--continuous", action="store_true", help="rollouts that never end")
-    parser.add_argument("--stop", action="store_true", help="set a stop string, so that tokens can't be carried")
-    parser.add_argument("--defer", action="store_true", help="defer unsettled groups, and audit")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    kinds = ["kill"] * options.kills + ["freeze"] * options.freezes
-    random.Random(options.seed).shuffle(kinds)
-    servers = NUM_SERVERS + options.tail_servers, options.speculative
-    with tempfile.TemporaryDirectory() as directory, serve(directory, *servers) as urls:
-        faults, audit = train(urls, kinds, options.seed, directory, **fields_of(options))
-    report(faults, audit)
-    found = {"counts": dict(audit.counts), "worst": audit.worst, "nothing_lost": audit.nothing_lost}
-    found |= {"faults": list(map(asdict, faults)), "rollouts": audit.rollouts}
-    record("faults", {"options": vars(options), **found})
-    sys.exit(0 if audit.nothing_lost else 1)
-
+BENCHMARK = Benchmark(
+    "faults",
+    __doc__,
+    {"arm": list(FIELDS)},
+    run,
+    parts.faults,
+    options={"kills": 20, "freezes": 5, "seed": 0},
+    usual={"arm": ["default"]},
+    quick={"kills": 1, "freezes": 0},
+    check=check,
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,50 +1,44 @@
 """
-Measures schedules and training on one GPU in ten minutes, without vLLM and network.
+Measures rollouts and whole steps on one GPU in ten minutes, with a real vLLM server and a model of real size.
 
-    python benchmarks/gpu.py [--size 1b] [--engine generate|continuous] [--only curve|schedules|training|padding]
+    python -m benchmarks.gpu [--parts rollouts,steps] [--arms trl,grpo,paper,default] [--size 1b] [--steps 8]
 
-The model has the size of a real one and computes attention and MLP, but their outputs have no effect: it is a Markov
-chain (`chain_model`), so that the lengths of its answers are known.
+The model computes attention and MLP, but their outputs have no effect: it is a Markov chain (`chain_model`), so the
+lengths of its answers are known, up to `--limit` tokens.
 
-- curve: seconds per token by the number of sequences, fitted as by `trl-darts profile`.
-- schedules: rollouts of whole runs in which each candidate has a given length (a prompt is the number from which the
-  model counts down), and the simulator's ratio for the measured latencies; see `schedules.py`.
-- training: some steps of GRPO and of the default, including the optimizer, on heavy-tailed answers of random length.
-- padding: a training step of TRL's class, of ours with `trim_padding=False`, and of ours; see `padding.py`.
+- rollouts: seconds per token by the number of sequences; then rollouts in which each candidate has a given length, as
+  in `schedules.py`. Rows take turns step by step on the same lengths, and run in virtual time with the measured
+  latencies.
+- steps: whole steps, with rewards, passes, optimizer and weight sync: TRL's class, with our connection to the server,
+  and ours as GRPO, as in the paper and by default. The first two steps warm up.
+
+Without a GPU, the size is tiny, and the CPU build of vLLM decodes.
 """
 
-import argparse
-import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import numpy as np
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM
 
-from benchmarks.models import EOS_ID, PAD_ID, chain_model, make_tokenizer, markov_transitions
-from benchmarks.padding import compare, describe, tail
-from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Size, show, train
-from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.models import chain_model, make_tokenizer, markov_transitions, save_model
+from benchmarks.schedules import DEFAULT, GRPO, PAPER, Replay, ServerCluster, Size, train
+from benchmarks.servers import StepSeconds, TRLTrainer, make_trainer, training_args
+from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec
-from trl_darts.engines.in_process.hf_continuous import scheduled_batching
-from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, stopping_criterion
-from trl_darts.engines.in_process.share import MainLink, Share
 from trl_darts.policy import LatencyCurve
-from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, ScheduleSettings
+from trl_darts.scheduling import GroupPlan, Occupancy, Scheduler, ScheduleSettings
 
 
+ON_GPU = torch.cuda.is_available()
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {},
     "1b": {  # Llama-3.2-1B with a smaller vocabulary
@@ -54,137 +48,111 @@ SIZES: dict[str, dict[str, int]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "vocab_size": 32_000,
+        "max_position_embeddings": 16_384,
     },
 }
 SIZES["8b"] = SIZES["1b"] | {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
-FIRST = 2  # token of the count 1, which is followed by the end
-BATCHES = (1, 4, 16, 64, 128, 256, 384)
-PROFILED = (16, 80)  # tokens; the difference excludes constant costs, such as the engine's start
-# Limits continuous batching on a CPU, where its cache would take most of the machine's memory.
-LIMITS = {"num_blocks": 256, "max_batch_tokens": 256, "max_memory_percent": 0.1}
-console = Console(width=160)
+ARMS: dict[str, dict[str, Any]] = {
+    "trl": {"schedule": "grpo", "trim_padding": False},
+    "grpo": {"schedule": "grpo"},
+    "paper": {"long_end_patience": None},
+    "default": {"defer_unsettled_groups": None},
+}
+ROWS = [GRPO, PAPER, DEFAULT]
+PROFILED = (32, 128)  # tokens; the difference excludes the prefill
+GRAPHS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 512, 64), *range(512, 1025, 128)]
+# Whole steps as CUDA graphs without `torch.compile`, whose first start takes a minute.
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS}
+# A part of the memory, because the trainer is on the same GPU. NCCL refuses two processes there: weights are files.
+SERVER: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 0.4, "weight_transfer": None}
+SERVER |= {"enforce_eager": None, "compilation_config": COMPILATION, "max_num_seqs": 1024}
 
 
-def countdown(limit: int) -> torch.Tensor:
-    """Returns next-token probabilities of a chain that counts down to its end. The highest number never changes."""
-    size = FIRST + limit + 1
-    table = torch.zeros(size, size)
-    table[:FIRST, EOS_ID], table[FIRST, EOS_ID] = 1.0, 1.0
-    rest = torch.arange(FIRST + 1, size - 1)
-    table[rest, rest - 1] = 1.0
-    table[-1, -1] = 1.0
-    return (table + 1e-9) / (table + 1e-9).sum(1, keepdim=True)
+class Cluster(ServerCluster):
+    """A server whose latency can be measured."""
+
+    def latency(self, num_sequences: int) -> float:
+        """Measures seconds per token."""
+        short, long = (min(self._seconds(num_sequences, tokens) for _ in range(2)) for tokens in PROFILED)
+        return max(1e-6, long - short) / (PROFILED[1] - PROFILED[0])
+
+    def _seconds(self, num_sequences: int, tokens: int) -> float:
+        plans = [GroupPlan(0, num_sequences, prompt_key=0)]
+        grpo = ScheduleSettings("grpo", num_sequences).policies()
+        result = self.run(Scheduler(grpo, num_sequences), plans, [[tokens] * num_sequences], tokens)
+        return Occupancy.of(result).seconds
 
 
-class ModelCluster:
-    """
-    Replaces [`SimulatedCluster`] by a real model, with transformers' `generate` or its continuous batching. Decodes a
-    given number of tokens of each candidate.
-    """
-
-    def __init__(self, model: PreTrainedModel, engine: str, limit: int) -> None:
-        self.model = model
-        self.continuous = engine == "continuous"
-        self.limit = limit
-
-    def run(
-        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
-    ) -> RolloutResult:
-        """Runs one rollout."""
-        link = MainLink(scheduler, plans)
-        share = Share(link.slots[0], link, scheduler.needs_progress)
-        numbers = (min(lengths[slot.group_id][slot.index], self.limit + 1) for slot in share.slots)
-        prompts = [[FIRST - 1 + number] for number in numbers]
-        config = GenerationConfig(
-            max_new_tokens=max_length, do_sample=False, eos_token_id=EOS_ID, pad_token_id=PAD_ID, use_cache=True
-        )
-        batching = ContinuousBatchingConfig(**limits())
-        with torch.no_grad():
-            if self.continuous:
-                with scheduled_batching(self.model, share, [EOS_ID]):
-                    self.model.generate_batch(
-                        prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
-                    )
-            else:
-                criterion = SchedulerCriterion(share, [EOS_ID])
-                input_ids = torch.tensor(prompts, device=self.model.device)
-                with stopping_criterion(self.model, criterion):
-                    out = self.model.generate(
-                        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
-                    )
-                criterion.finish(out[:, 1:].tolist())
-        share.exchange()
-        return link.result()
-
-    def curve(self, batch_sizes: Sequence[int]) -> LatencyCurve:
-        """Measures seconds per token, including the overhead of rollouts."""
-        latencies = []
-        for size in batch_sizes:
-            short, long = (min(self._seconds(size, length) for _ in range(2)) for length in PROFILED)
-            latencies.append(max(1e-6, long - short) / (PROFILED[1] - PROFILED[0]))
-        table = Table("sequences", *map(str, batch_sizes), title="Decoding")
-        table.add_row("ms per token", *(f"{value * 1e3:.1f}" for value in latencies))
-        console.print(table)
-        return LatencyCurve.fit(batch_sizes, latencies)
-
-    def _seconds(self, num_candidates: int, length: int) -> float:
-        plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
-        scheduler = Scheduler(ScheduleSettings("grpo", 1).policies(), 1)
-        return Occupancy.of(self.run(scheduler, plans, [[length]] * num_candidates, length)).seconds
+@contextmanager
+def server_of(name: str, limit: int) -> Iterator[VLLMServer]:
+    """Yields a server of the chain, whose answers have a tail up to the limit."""
+    sizes = SIZES[name]
+    classes = tuple((share, limit / 80 * factor) for share, factor in ((0.6, 1.0), (0.3, 3.0), (0.1, 20.0)))
+    with TemporaryDirectory() as directory:
+        with torch.device("cuda" if ON_GPU else "cpu"):
+            dtype = torch.bfloat16 if ON_GPU else torch.float32
+            model = chain_model(markov_transitions(classes=classes), dtype=dtype, **sizes)
+        path = save_model(model, make_tokenizer(sizes.get("vocab_size", 128)), directory)
+        del model
+        options = SERVER if ON_GPU else {}
+        with start_vllm_server(path, timeout_s=400, max_model_len=limit + 256, **options) as server:
+            yield server
 
 
-def schedules(cluster: ModelCluster, size: Size, curve: LatencyCurve) -> None:
-    """Prints the table of `schedules.py` without schedules that keep tokens or need a queue."""
-    rows = [row for row in ROWS if row.settings["schedule"] in ("grpo", "darts", "tail_batching")]
-    rows = [row for row in rows if row.settings.get("long_end_patience") != 2.0]
-    spec = ClusterSpec(curve)
-    measured = train([Replay(row, size, spec, cluster) for row in rows], size.steps)
-    predicted = train([Replay(row, size, spec) for row in rows], size.steps)
-    show(f"On {device_name()}: {size}", rows, [[total] for total in measured], predicted)
+def run(shared: Shared, part: str, arm: str, size: str, prompts: int, limit: int, steps: int) -> dict[str, Any]:
+    """Measures rollouts of all rows, or steps of one arm."""
+    server, lengths = shared(server_of, size, limit), Size(prompts, 8, limit / 40, limit, batches=2)
+    facts = {"size": size, "lengths": str(lengths)}
+    return facts | (steps_of(server, arm, lengths, steps) if part == "steps" else rollouts_of(server, lengths))
 
 
-def training(size: Size, sizes: dict[str, int], engine: str, steps: int) -> None:
-    """Prints seconds of steps and of their rollouts. The first two steps warm up."""
-    table = Table("arm", "s per step", "s per rollout", "tokens per step", "reward", title=f"{steps} steps")
-    for row in (GRPO, DEFAULT):
-        logs = train_steps(size, sizes, engine, steps, dict(row.settings))[2:]
-        names = ("step_time", "darts/rollout/seconds", "darts/rollout/generated_tokens", "reward")
-        values = [statistics.fmean(entry[name] for entry in logs) for name in names]
-        table.add_row(row.name, *(f"{value:,.4g}" for value in values))
-    console.print(table)
+def rollouts_of(server: VLLMServer, size: Size) -> dict[str, Any]:
+    """Returns the latencies, and the seconds of each row's rollouts, on the server and in virtual time."""
+    cluster = Cluster(server.base_url)
+    batches = [2**power for power in range(0, size.rows.bit_length() + 1, 2)]
+    cluster.latency(batches[-1])  # warms up
+    latencies = [cluster.latency(batch) for batch in batches]
+    curve = LatencyCurve(batches, np.maximum.accumulate(latencies).tolist())
+    spec = ClusterSpec(curve, seconds_per_request=cluster.seconds_per_request(size.rows, curve(size.rows)))
+    found: dict[str, Any] = {"latencies": dict(zip(map(str, batches), latencies, strict=True))}
+    for name, own in (("seconds", cluster), ("simulated", None)):
+        replays = [Replay(row, size, replace(spec), own) for row in ROWS]
+        train(replays, size.steps)
+        found[name] = {row.name: replay.outcome.rollout_seconds for row, replay in zip(ROWS, replays, strict=True)}
+    cluster.engine.close()
+    return found
 
 
-def train_steps(
-    size: Size, sizes: dict[str, int], engine: str, steps: int, settings: dict[str, Any]
-) -> list[dict[str, float]]:
-    """Trains with the same initial model, and returns the log."""
-    on_gpu = torch.cuda.is_available()
-    classes = tuple((share, size.median * factor) for share, factor in ((0.6, 1.0), (0.3, 3.0), (0.1, 10.0)))
-    model = make_model(markov_transitions(classes=classes), sizes)
-    with tempfile.TemporaryDirectory() as directory:
-        args = DARTSGRPOConfig(
+def steps_of(server: VLLMServer, arm: str, size: Size, steps: int) -> dict[str, Any]:
+    """Returns the seconds of an arm's steps, of their rollouts and of their syncs."""
+    with TemporaryDirectory() as directory:
+        args = training_args(
+            server.base_url,
             directory,
             num_generations=size.num_generations,
             per_device_train_batch_size=size.num_generations,
             gradient_accumulation_steps=size.prompts,
             max_completion_length=size.limit,
-            max_steps=steps,
-            use_cpu=not on_gpu,
-            bf16=on_gpu,
-            gradient_checkpointing=False,
-            use_transformers_continuous_batching=engine == "continuous",
-            transformers_continuous_batching_config=limits(),
-            disable_tqdm=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            **settings,
+            max_steps=steps + 2,
+            use_cpu=not ON_GPU,
+            bf16=ON_GPU,
+            gradient_checkpointing=ON_GPU,
+            weight_sync="filesystem" if ON_GPU else "auto",
+            **ARMS[arm],
         )
         prompts = Dataset.from_list([{"prompt": f"{index:03d}:"} for index in range(2 * size.prompts)])
-        tokenizer = make_tokenizer()
-        trainer = DARTSGRPOTrainer(model, length_reward, args, prompts, processing_class=tokenizer)
+        dtype = torch.bfloat16 if ON_GPU else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(server.model_dir, dtype=dtype)
+        tokenizer = make_tokenizer(model.config.vocab_size)
+        kind = TRLTrainer if arm == "trl" else DARTSGRPOTrainer
+        trainer = make_trainer(model, length_reward, args, prompts, tokenizer, kind)
+        trainer.add_callback(StepSeconds())
         trainer.train()
-    return [entry for entry in trainer.state.log_history if "step_time" in entry]
+        trainer.vllm_generation.engine.close()
+    log = [entry for entry in trainer.state.log_history if "step_seconds" in entry][2:]
+    names = {"seconds": "step_seconds", "rollout": "darts/rollout/seconds", "sync": "darts/sync/seconds"}
+    found = {name: [entry.get(key, float("nan")) for entry in log] for name, key in names.items()}
+    return found | {"memory": torch.cuda.max_memory_allocated() / 2**20 if ON_GPU else 0.0}
 
 
 def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -192,52 +160,17 @@ def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
     return [float(len(ids) % 7) for ids in completion_ids]
 
 
-def make_model(transitions: torch.Tensor, sizes: dict[str, int]) -> PreTrainedModel:
-    """Builds the model on the GPU, or on the CPU without one."""
-    on_gpu = torch.cuda.is_available()
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = chain_model(transitions, dtype=torch.bfloat16 if on_gpu else torch.float32, **sizes)
-    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
-    return model.eval()
-
-
-def limits() -> dict[str, Any]:
-    """Returns fields for the config of continuous batching."""
-    return {} if torch.cuda.is_available() else LIMITS
-
-
-def device_name() -> str:
-    """Returns the device's name for titles."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-
-
-def main() -> None:
-    """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("curve", "schedules", "training", "padding")
-    parser.add_argument("--size", choices=SIZES, default="1b" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--engine", choices=("generate", "continuous"), default="generate", help="of transformers")
-    parser.add_argument("--only", choices=parts, help="run one part; schedules need the curve")
-    parser.add_argument("--steps", type=int, default=6, help="steps of each short run")
-    args = parser.parse_args()
-    tiny = args.size == "tiny"
-    size = Size(4, 4, 8.0, 48, batches=2) if tiny else Size(32, 8, 40.0, 400, batches=2)
-    start = time.perf_counter()
-    if args.only not in ("training", "padding"):
-        model = make_model(countdown(100 if tiny else size.limit), SIZES[args.size])
-        cluster = ModelCluster(model, args.engine, 100 if tiny else size.limit)
-        curve = cluster.curve(BATCHES[:3] if tiny else BATCHES)
-        if args.only != "curve":
-            schedules(cluster, size, curve)
-        del model, cluster
-    if args.only in (None, "training"):
-        training(size, SIZES[args.size], args.engine, args.steps)
-    if args.only in (None, "padding"):
-        lengths = tail(scale=512 if tiny else 8)[: 16 if tiny else None]
-        model = partial(make_model, markov_transitions(), SIZES[args.size])
-        compare(f"On {device_name()}: {describe(lengths)}", model, lengths, repeats=1 if tiny else 3)
-    console.print(f"{device_name()}, size {args.size}, {args.engine}: {time.perf_counter() - start:.0f} s")
-
+BENCHMARK = Benchmark(
+    "gpu",
+    __doc__,
+    {"part": ["rollouts", "steps"], "arm": list(ARMS)},
+    run,
+    parts.gpu,
+    options={"size": "1b" if ON_GPU else "tiny", "prompts": 32, "limit": 8192, "steps": 8},
+    quick={"size": "tiny", "prompts": 4, "limit": 64, "steps": 1},
+    exists=lambda run: run["part"] == "steps" or run["arm"] == "grpo",  # rollouts are of all rows at once
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,7 +1,7 @@
 """
 What does a weight sync in the middle of a rollout cost inside the engine, and is each token of the version it says?
 
-    python benchmarks/in_flight.py [--steps 200] [--kv recompute|keep] [--schedule grpo|darts]
+    python -m benchmarks.in_flight [--steps 200] [--kvs recompute,keep] [--schedules grpo,darts]
 
 Trains on a real vLLM server with `rollout_ahead="continuous"`. A plugin in the server writes down each engine step,
 with the tokens that it sampled, and each load of weights. Afterwards the versions of each candidate are compared with
@@ -9,74 +9,33 @@ the server's own, token by token, and the age of each row with `max_staleness`. 
 tokens, from the end of the last engine step before it to the end of the first one after it. A lower bound is the load
 of the weights, vLLM's pause and resume, and one engine step; `report_update` asks how many tokens each request has.
 
-Exits with 1 if a version differs or a row is too old. Appends to benchmarks/results/in_flight.jsonl.
+Exits with 1 if a version differs or a row is too old.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import json
-import os
-import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import numpy as np
+from datasets import Dataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.lines import record
+from benchmarks import parts
+from benchmarks.engine_record import RECORD
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.servers import benchmark_server, make_trainer, training_args
 from benchmarks.vllm_server import plugin_environment
-from trl_darts.weights.plugin import when_imported
+from trl_darts.engines.pool import ServerPool
+from trl_darts.weights import calls
 
 
-RECORD = "IN_FLIGHT_RECORD"  # environment variable of the server: the file that its engine writes
 MAX_STALENESS = 4
-
-
-# In the server
-
-
-def register() -> None:
-    """Entry point of the group `vllm.general_plugins`."""
-    when_imported("vllm.v1.engine.core", _record)
-
-
-def _record(module: ModuleType) -> None:
-    """Has the engine write a line for each step with tokens, and for each load of weights."""
-    step, call = module.EngineCore.step, module.EngineCore.collective_rpc
-    if hasattr(step, "recorded"):
-        return
-    file = open(os.environ[RECORD], "a", buffering=1)  # noqa: SIM115  (as long as the engine)
-
-    def recorded_step(self: Any) -> Any:
-        outputs, executed = step(self)
-        tokens = {row.request_id: row.new_token_ids for own in outputs.values() for row in own.outputs}
-        if any(tokens.values()):
-            file.write(json.dumps({"end": time.monotonic(), "tokens": {k: v for k, v in tokens.items() if v}}) + "\n")
-        return outputs, executed
-
-    @functools.wraps(call)  # vLLM reads its signature
-    def recorded_call(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return call(self, method, *args, **kwargs)
-        finally:
-            if method == "reload_weights":
-                file.write(json.dumps({"start": start, "loaded": time.monotonic()}) + "\n")
-
-    recorded_step.recorded = True  # type: ignore[attr-defined]
-    module.EngineCore.step, module.EngineCore.collective_rpc = recorded_step, recorded_call
-
-
-# In the trainer
 
 
 def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -88,14 +47,6 @@ def train(
     url: str, model_dir: Path, output_dir: str, steps: int, **fields: Any
 ) -> tuple[list[Any], dict[str, list[float]]]:
     """Returns candidates with the number of steps when their batch was taken, and the seconds of each call."""
-    from datasets import Dataset
-    from transformers import PrinterCallback
-
-    from benchmarks.servers import training_args
-    from trl_darts import DARTSGRPOTrainer
-    from trl_darts.engines.pool import ServerPool
-    from trl_darts.weights import calls
-
     args = training_args(
         url,
         output_dir,
@@ -109,8 +60,7 @@ def train(
         **fields,
     )
     data = Dataset.from_list([{"prompt": f"{number:03d}"} for number in range(64)])
-    trainer = DARTSGRPOTrainer(str(model_dir), length_reward, args, data)
-    trainer.remove_callback(PrinterCallback)
+    trainer = make_trainer(str(model_dir), length_reward, args, data)
     taken: list[Any] = []
     original = trainer._batches.taken
 
@@ -176,54 +126,56 @@ def stalls_of(lines: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]
     return stalls, loads, steps
 
 
-def check(taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...], Versions]]) -> dict[str, int]:
-    """Compares candidates with what the server wrote, and prints and returns the result."""
+def versions_found(
+    taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...], Versions]]
+) -> dict[str, int]:
+    """Compares candidates with what the server wrote."""
     rows = [(step, tuple(row.tokens), row.versions) for step, row in taken if row.tokens]
     wrong = Counter((tokens, versions) for _, tokens, versions in rows) - known
-    oldest = max(step - versions[0][0] for step, _, versions in rows)
-    num_tokens, num_mixed = sum(len(row[1]) for row in rows), sum(len(row[2]) > 1 for row in rows)
-    print(
-        f"{len(rows)} candidates, {num_tokens} tokens, {num_mixed} candidates of several versions; {wrong.total()} "
-        f"with other versions than the server's; the oldest token was {oldest} steps old where {MAX_STALENESS} are "
-        "allowed"
-    )
     return {
         "candidates": len(rows),
-        "tokens": num_tokens,
-        "mixed": num_mixed,
+        "tokens": sum(len(row[1]) for row in rows),
+        "mixed": sum(len(row[2]) > 1 for row in rows),
         "wrong": wrong.total(),
-        "oldest": oldest,
+        "oldest": max(step - versions[0][0] for step, _, versions in rows),
     }
 
 
-def main() -> None:
-    """Trains, compares and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--kv", choices=["recompute", "keep"], default="recompute")
-    parser.add_argument("--schedule", choices=["grpo", "darts"], default="grpo")
-    options = parser.parse_args()
-    from benchmarks.servers import benchmark_server
-
+def run(shared: Shared, schedule: str, kv: str, steps: int) -> dict[str, Any]:
+    """Trains, and compares."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "record.jsonl"
-        env = plugin_environment(Path(directory), "benchmarks.in_flight:register") | {RECORD: str(path)}
+        env = plugin_environment(Path(directory), "benchmarks.engine_record:register") | {RECORD: str(path)}
         # Few slots, so that the server always has something to decode.
         with benchmark_server(env=env, no_async_scheduling=True, max_num_seqs=4) as (url, model_dir):
-            fields = {"kv_after_update": options.kv, "schedule": options.schedule}
-            taken, calls = train(url, model_dir, directory, options.steps, **fields)
+            taken, waits = train(url, model_dir, directory, steps, kv_after_update=kv, schedule=schedule)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = check(taken, versions_of(lines))
-    stalls, loads, steps = stalls_of(lines)
-    print("median (quartiles; number)")
-    milliseconds = {}
-    for name, seconds in {"stall": stalls, "load": loads, "engine step": steps, **calls}.items():
-        low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
-        milliseconds[name] = {"quartiles": [low, middle, high], "number": len(seconds)}
-        print(f"{name}: {middle:.1f} ms ({low:.1f} to {high:.1f}; {len(seconds)})")
-    record("in_flight", {"options": vars(options), **found, "ms": milliseconds})
-    sys.exit(1 if found["wrong"] or found["oldest"] > MAX_STALENESS else 0)
+    stalls, loads, between = stalls_of(lines)
+    milliseconds = {
+        name: {"quartiles": np.percentile(1e3 * np.array(seconds), (25, 50, 75)).tolist(), "number": len(seconds)}
+        for name, seconds in {"stall": stalls, "load": loads, "engine step": between, **waits}.items()
+    }
+    return {"steps": steps, **versions_found(taken, versions_of(lines)), "ms": milliseconds}
 
+
+def check(line: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a run."""
+    if line["wrong"] or line["oldest"] > MAX_STALENESS:
+        return f"{line['wrong']} candidates have wrong versions, and the oldest token is {line['oldest']} steps old."
+    return None
+
+
+BENCHMARK = Benchmark(
+    "in_flight",
+    __doc__,
+    {"schedule": ["grpo", "darts"], "kv": ["recompute", "keep"]},
+    run,
+    parts.in_flight,
+    options={"steps": 200},
+    quick={"steps": 12, "schedule": ["grpo"], "kv": ["recompute"]},
+    check=check,
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,8 +1,8 @@
 """
 Does training learn what GRPO would learn, where the bounded wait aborts what matters?
 
-    python benchmarks/learning.py [--quick] [--worlds needs_120,endless] [--arms grpo,default] [--seeds 0,1]
-                                  [--server] [--steps 400] [--learning-rate 0]
+    python -m benchmarks.learning [--worlds needs_120,endless] [--arms grpo,default] [--seeds 0,1]
+                                  [--engines server] [--steps 400] [--learning-rate 0]
 
 The task is that of `long_tail.py`, with worlds in which length matters, one change at a time:
 
@@ -16,45 +16,36 @@ The task is that of `long_tail.py`, with worlds in which length matters, one cha
 - spread: as published, with a small random part in each reward, so that no group is uniform and none is deferred.
 
 The primary metrics, named before any run: the *hard* reward at the end (of the kinds that need length, where there are
-some, else of all), and how many times as early as GRPO an arm reaches the lower of both best hard rewards. Rewards are
-those of plain sampling, computed exactly from the model. An arm that learns less than GRPO is seen in the first, and
-one that is slower in the second.
+some, else of all), and the speed-up over GRPO to the lower of both best hard rewards. Rewards are those of plain
+sampling, computed exactly from the model. An arm that learns less than GRPO is seen in the first, and one that is
+slower in the second.
 
 Trainer, scheduler, buffer, rewards and optimizer are the library's. Answers are sampled from the model's current
 weights and decode in virtual time (`SimulatedCluster`), which gives exact seconds by the published curve of an 8 B
-model. With `--server`, a real vLLM server decodes them, unpaced, and seconds are computed from the lengths of all
-candidates by the same curve (Eq. 4). What a step takes beside its rollout is counted per trained token: 30 % of a step
-of GRPO. Each seed begins with one epoch of GRPO that all arms share. Results are appended to one file per world, and a
-later call runs what is missing. With `--learning-rate 0` nothing is learned, and a table of the arms' speed follows,
-which other trajectories do not blur.
+model. With `--engines server`, a real vLLM server decodes them, unpaced, and seconds are computed from the lengths of
+all candidates by the same curve (Eq. 4). What a step takes beside its rollout is counted per trained token: 30 % of a
+step of GRPO. Each seed begins with one epoch of GRPO that all arms share. With `--learning-rate 0` nothing is learned,
+and the arms' speed can be compared without the blur of different trajectories.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
-import sys
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, TrainerCallback
-from transformers.utils.logging import disable_progress_bar
+from transformers import TrainerCallback
 
 from benchmarks import cells
-from benchmarks.lines import append, read
+from benchmarks.cells import Columns, Run
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.lines import read
 from benchmarks.long_tail import (
     ENDLESS_SHARE,
     KINDS,
@@ -70,10 +61,9 @@ from benchmarks.long_tail import (
 )
 from benchmarks.models import EOS_ID
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
-from benchmarks.servers import training_args
+from benchmarks.servers import make_trainer, training_args
 from benchmarks.speedups import time_to_reward, timed
 from benchmarks.vllm_server import start_vllm_server
-from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
 from trl_darts.callbacks import ADMISSION_FILE
 from trl_darts.engines.batch import PromptBatch
@@ -82,14 +72,12 @@ from trl_darts.scheduling import RolloutResult
 from trl_darts.testing import StubEngine, stub_servers
 
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_GENERATIONS, EPOCH, LEARNING_RATE = 8, 8, 1e-3  # rows of a prompt, steps that all arms share
 MICRO_BATCH = 32  # rows
 ROLLOUT_SHARE = 0.7  # of a step of GRPO, in the paper
 CURVE = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
-BASELINE = "grpo"
 ARMS: dict[str, dict[str, Any]] = {
-    BASELINE: {"schedule": "grpo"},
+    "grpo": {"schedule": "grpo"},
     "paper": {"long_end_patience": None},
     "unguarded": {},
     "every 4th": {"long_end_every": 4},  # the default of in-process engines
@@ -159,26 +147,93 @@ WORLDS = {
 }
 
 
-# Decoding
+# Decoding in virtual time
 
 
-class ChainEngine(StubEngine):
-    """Samples answers from the model's current weights, and decodes them in virtual time."""
+class ChainClock(StubEngine):
+    """
+    Samples answers from the model's current weights, and decodes them in virtual time. Training takes `per_token`
+    seconds for each token; rollouts that were launched, or never end, decode meanwhile.
+    """
 
-    def __init__(self, trainer: Any, seed: int) -> None:
+    def __init__(self, trainer: Any, seed: int, per_token: float) -> None:
         super().__init__(self.later_turn, LIMIT, trainer._main)
-        self._model, self._rng = trainer.model, np.random.default_rng(seed)
+        self._model, self._rng, self.per_token = trainer.model, np.random.default_rng(seed), per_token
         self._cluster = SimulatedCluster(ClusterSpec(CURVE))
+        self._letters: dict[int, int] = {}  # last token of the prompt, by group
+        self._logprobs: dict[tuple[int, ...], list[float]] = {}
+        self.now = self._trains = 0.0  # seconds, and those of the training that is under way
+        self._launched: RolloutResult | None = None
+
+    def _write_all(self, batch: PromptBatch, counts: Sequence[int]) -> list[list[list[int]]]:
+        letters = [batch.rows[batch.row_of(group, 0)][-1] for group in range(len(counts))]
+        self._table = probabilities(self._model)
+        answers = iter(sample(self._table, np.repeat(letters, counts), self._rng))
+        own = [[next(answers) for _ in range(count)] for count in counts]
+        self._new = letters, own
+        return own
+
+    def extend(self, plan: Any, batch: PromptBatch) -> None:
+        """Adds groups, and notes the log-probs of their answers."""
+        super().extend(plan, batch)
+        for group, letter, answers in zip(plan.groups, *self._new, strict=True):
+            self._letters[group.group_id] = letter
+            for index, answer in enumerate(answers):
+                self._logprobs[group.group_id, index] = self._log(letter, answer)
+
+    def _log(self, state: int, tokens: Sequence[int]) -> list[float]:
+        return [float(v) for v in np.log(self._table[[state, *tokens[:-1]], tokens])] if tokens else []
+
+    def drain(self, step: int) -> None:
+        """Lets the training pass, and has the rest of each unfinished answer sampled by the new weights."""
+        running = self._continuous
+        if running is None:
+            return super().drain(step)
+        running.advance(self._trains)
+        self._trains = 0.0
+        counts = running.update(step)
+        self._step, self._table = step, probabilities(self._model)
+        waiting = [c for c in running.scheduler.ledger.candidates if c.ended is None]
+        kept = [self._completions[c.group_id][c.index][: counts.get(c.candidate_id, 0)] for c in waiting]
+        states = [own[-1] if own else self._letters[c.group_id] for c, own in zip(waiting, kept, strict=True)]
+        rests = sample(self._table, np.array(states, int), self._rng)
+        for candidate, own, state, rest in zip(waiting, kept, states, rests, strict=True):
+            rest = rest[: LIMIT + 1 - len(own)]
+            key = candidate.group_id, candidate.index
+            self._completions[key[0]][key[1]] = own + rest
+            self._logprobs[key] = self._logprobs[key][: len(own)] + self._log(state, rest)
+            running.redraw(*key, len(own) + len(rest))
+        return None
+
+    def launch(self, plan: Any, batch: PromptBatch) -> None:
+        """Decodes a rollout while the batch before trains."""
+        self._launched = self._decode(plan, batch)
 
     def _run(self, plan: Any, batch: PromptBatch) -> RolloutResult:
-        counts = plan.admission.num_candidates
-        letters = np.repeat([batch.rows[batch.row_of(group, 0)][-1] for group in range(len(counts))], counts)
-        answers = iter(sample(probabilities(self._model), letters, self._rng))
-        self._answers = [[next(answers) for _ in range(count)] for count in counts]
-        return super()._run(plan, batch)
+        if plan.takes is not None:
+            result = super()._run(plan, batch)
+            self.now = self._continuous.now if self._continuous is not None else 0.0
+        elif self._launched is not None:
+            result, self._launched = self._launched, None
+            self.now += max(self._trains, result.timeline.times[-1])
+        else:
+            result = self._decode(plan, batch)
+            self.now += self._trains + result.timeline.times[-1]
+        rows = [row for group in result.groups for row in group.rows]
+        if plan.takes is not None:  # `launch` and `_decode` noted the others' log-probs
+            for group in result.groups:
+                for row in group.candidates:
+                    row.logprobs = self._logprobs.pop((group.plan.group_id, row.index))[: row.length]
+        self._trains = self.per_token * sum(row.length for row in rows)
+        return result
 
-    def _tokens(self, batch: PromptBatch, group: int, index: int) -> list[int]:
-        return self._answers[group][index]
+    def _decode(self, plan: Any, batch: PromptBatch) -> RolloutResult:
+        result = super()._run(plan, batch)
+        letters, _ = self._new
+        for group in result.groups:
+            for row in group.rows:
+                row.logprobs = self._log(letters[group.plan.group_id], row.tokens)
+        return result
 
 
 def sample(table: np.ndarray, states: np.ndarray, rng: np.random.Generator) -> list[list[int]]:
@@ -195,26 +250,6 @@ def sample(table: np.ndarray, states: np.ndarray, rng: np.random.Generator) -> l
     return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
 
 
-@contextmanager
-def engine(start: Path, uses_server: bool) -> Iterator[str | None]:
-    """Yields the address of a real server, or `None` for virtual time."""
-    if not uses_server:
-        yield None
-        return
-    with start_vllm_server(start, max_num_seqs=512, max_model_len=2 * LIMIT) as server:
-        yield server.base_url
-
-
-def make_trainer(url: str | None, seed: int, **arguments: Any) -> Any:
-    """Builds a trainer whose engine is a server, or decodes in virtual time."""
-    if url is not None:
-        return DARTSGRPOTrainer(**arguments)
-    with stub_servers(lambda prompt, index: []):
-        trainer = DARTSGRPOTrainer(**arguments)
-    trainer._engine = ChainEngine(trainer, seed)
-    return trainer
-
-
 # Trainings
 
 
@@ -224,7 +259,6 @@ class Recorder(TrainerCallback):
     def __init__(self, trainer: Any, world: World) -> None:
         self.trainer, self.world = trainer, world
         self.steps: list[dict[str, float]] = []
-        self.audits: dict[str, float] = {}  # at the end, see docs/metrics.md
         self.rollout, self._run = 0.0, trainer._engine.run
         trainer._engine.run = self.run
 
@@ -237,152 +271,161 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Records the step."""
-        metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
+        self.metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
         rewards, mean, cut = self.world.exact(probabilities(self.trainer.model))
-        self.steps.append(
-            {
-                "rollout": self.rollout,
-                "trained": metrics["completions/mean_length"][-1] * self.world.num_prompts * NUM_GENERATIONS,
-                "hard": float(rewards[self.world.hard].mean()),
-                "reward": float(rewards.mean()),
-                "mean": mean,
-                "cut": cut,
-                "kept": metrics["completions/mean_length"][-1],
-                "kept_reward": metrics["reward"][-1],
-                "long": float(metrics.get("darts/buffer/long_round", [0.0])[-1]),
-            }
-        )
-        self.audits = {name.rpartition("/")[2]: own[-1] for name, own in metrics.items() if "/audit/" in name}
+        exact = {"hard": float(rewards[self.world.hard].mean()), "reward": float(rewards.mean())}
+        self.steps.append({**exact, "mean": mean, "cut": cut, **self.measured(self.metrics)})
         self.rollout = 0.0
 
+    def measured(self, metrics: Mapping[str, list[float]]) -> dict[str, float]:
+        """What the trainer and its rollout tell of a step."""
+        kept = metrics["completions/mean_length"][-1]
+        return {
+            "rollout": self.rollout,
+            "trained": kept * self.world.num_prompts * NUM_GENERATIONS,
+            "kept": kept,
+            "kept_reward": metrics["reward"][-1],
+            "long": float(metrics.get("darts/buffer/long_round", [0.0])[-1]),
+        }
 
-def arm_args(world: World, seed: int, is_epoch: bool, output_dir: Path, url: str | None, **fields: Any) -> Any:
-    """Returns the config of an arm, or of the epoch that all share."""
-    num_rows = world.num_prompts * NUM_GENERATIONS
-    return training_args(
-        url or "http://127.0.0.1:1",
-        output_dir,
-        num_generations=NUM_GENERATIONS,
-        per_device_train_batch_size=min(MICRO_BATCH, num_rows),
-        gradient_accumulation_steps=max(1, num_rows // MICRO_BATCH),
-        max_completion_length=LIMIT,
-        max_steps=EPOCH + (0 if is_epoch else world.steps),
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        seed=seed,
-        save_strategy="steps" if is_epoch else "no",
-        save_steps=EPOCH,
-        **fields,
-    )
+    def by_step(self) -> dict[str, list[float]]:
+        """Returns the values of all steps by name."""
+        return {name: [step[name] for step in self.steps] for name in self.steps[0]}
 
 
-def train(world: World, seed: int, arm: str | None, start: Path, output_dir: Path, url: str | None) -> dict[str, Any]:
-    """Trains an arm from the shared epoch's checkpoint, or that epoch from the model (`None`)."""
-    args = arm_args(
-        world,
-        seed,
-        arm is None,
-        output_dir,
-        url,
-        learning_rate=world.learning_rate,
-        vllm_importance_sampling_correction=False,  # all is on-policy; virtual time has no log-probs
-        **(SHARED if arm is None else ARMS[arm]),
-    )
-    trainer = make_trainer(
-        url,
-        seed=1000 * seed + (0 if arm is None else 1 + list(ARMS).index(arm)),
-        model=load_model(start),
-        reward_funcs=world.reward,
-        args=args,
-        train_dataset=make_dataset(world.num_prompts * EPOCH),
-        processing_class=TOKENIZER,
-    )
-    trainer.remove_callback(PrinterCallback)
-    recorder = Recorder(trainer, world)
-    trainer.add_callback(recorder)
-    trainer.train(resume_from_checkpoint=None if arm is None else str(start))
-    if url is not None:
-        trainer.vllm_generation.engine.close()
-    by_step = {name: [float(f"{step[name]:.4g}") for step in recorder.steps] for name in recorder.steps[0]}
-    if not recorder.audits:
-        return {"by_step": by_step}
-    return {"by_step": by_step, "audits": recorder.audits | {"warned": trainer._batches.buffer.audits.warned}}
+@dataclass(frozen=True)
+class Training:
+    """One training of an arm from the shared epoch's checkpoint, or that epoch (without an arm)."""
+
+    world: World
+    seed: int
+    fields: Mapping[str, Any]  # of the config
+    place: int = 0  # of the arm, from 1 on
+    url: str | None = None  # of a server, instead of virtual time
+    per_token: float = 0.0
+
+    def run(self, start: Path, output_dir: Path, recorder: type[Recorder] = Recorder) -> tuple[Any, Recorder]:
+        """Trains, and returns the trainer and what was recorded."""
+        torch.set_num_threads(1)  # matrices are small
+        num_rows, is_epoch = self.world.num_prompts * NUM_GENERATIONS, not self.place
+        args = training_args(
+            self.url or "http://127.0.0.1:1",
+            output_dir,
+            num_generations=NUM_GENERATIONS,
+            per_device_train_batch_size=min(MICRO_BATCH, num_rows),
+            gradient_accumulation_steps=max(1, num_rows // MICRO_BATCH),
+            max_completion_length=LIMIT,
+            max_steps=EPOCH + (0 if is_epoch else self.world.steps),
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            seed=self.seed,
+            save_strategy="steps" if is_epoch else "no",
+            save_steps=EPOCH,
+            **{"learning_rate": self.world.learning_rate, "vllm_importance_sampling_correction": False, **self.fields},
+        )
+        trainer = self._trainer(load_model(start), args)
+        recorded = recorder(trainer, self.world)
+        trainer.add_callback(recorded)
+        trainer.train(resume_from_checkpoint=None if is_epoch else str(start))
+        if self.url is not None:
+            trainer.vllm_generation.engine.close()
+        return trainer, recorded
+
+    def _trainer(self, model: Any, args: Any) -> Any:
+        arguments = model, self.world.reward, args, make_dataset(self.world.num_prompts * EPOCH), TOKENIZER
+        if self.url is not None:
+            return make_trainer(*arguments)
+        with stub_servers(lambda prompt, index: []):
+            trainer = make_trainer(*arguments)
+        trainer._engine = ChainClock(trainer, 1000 * self.seed + self.place, self.per_token)
+        return trainer
 
 
-def run_missing(name: str, seeds: Sequence[int], arms: Sequence[str], options: argparse.Namespace) -> None:
-    """Runs the trainings of a world that are not in its file."""
-    world, path = WORLDS[name], results_file(name, options)
-    done = {(run["seed"], run["arm"]) for run in read(path)}
-    todo = [(seed, arm) for seed, arm in product(seeds, arms) if (seed, arm) not in done]
-    if not todo:
+@contextmanager
+def server_of(world: str, engine: str) -> Iterator[str | None]:
+    """Yields the address of a real server, or `None` for virtual time."""
+    if engine == "virtual":
+        yield None
         return
-    with tempfile.TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory:
+        start = WORLDS[world].checkpoint(Path(directory))
+        with start_vllm_server(start, max_num_seqs=512, max_model_len=2 * LIMIT) as server:
+            yield server.base_url
+
+
+@contextmanager
+def epoch_of(world: World, seed: int, url: str | None = None) -> Iterator[tuple[Path, float]]:
+    """Yields the checkpoint after the epoch that all arms share, and the seconds that training takes per token."""
+    with TemporaryDirectory() as directory:
         start = world.checkpoint(Path(directory) / "start")
-        with engine(start, options.server) as url:
-            for seed in dict.fromkeys(seed for seed, _ in todo):
-                shared = Path(directory) / f"shared{seed}"
-                epoch = train(world, seed, None, start, shared, url)["by_step"]
-                checkpoint = shared / f"checkpoint-{EPOCH}"
-                (checkpoint / ADMISSION_FILE).unlink()  # of another schedule's admission; the lengths stay
-                per_token = (1 / ROLLOUT_SHARE - 1) * sum(epoch["rollout"]) / sum(epoch["trained"])
-                for arm in [arm for own, arm in todo if own == seed]:
-                    found = train(world, seed, arm, checkpoint, Path(directory) / "run", url)
-                    run = {"seed": seed, "arm": arm, "per_token": per_token, **found}
-                    append(path, run)
-                    print(f"{name} {arm} seed {seed}: hard {run['by_step']['hard'][-1]:.3f}", flush=True)
+        _, recorder = Training(world, seed, SHARED, url=url).run(start, Path(directory) / "shared")
+        checkpoint = Path(directory) / "shared" / f"checkpoint-{EPOCH}"
+        (checkpoint / ADMISSION_FILE).unlink()  # of another schedule's admission; the lengths stay
+        steps = recorder.by_step()
+        yield checkpoint, (1 / ROLLOUT_SHARE - 1) * sum(steps["rollout"]) / sum(steps["trained"])
+
+
+def run(
+    shared: Shared, world: str, engine: str, seed: int, arm: str, steps: int, learning_rate: float | None
+) -> dict[str, Any]:
+    """Trains one arm."""
+    given = {"steps": steps or WORLDS[world].steps}
+    given |= {} if learning_rate is None else {"learning_rate": learning_rate}
+    own, url = replace(WORLDS[world], **given), shared(server_of, world, engine)
+    checkpoint, per_token = shared(epoch_of, own, seed, url)
+    with TemporaryDirectory() as directory:
+        place = 1 + list(ARMS).index(arm)
+        trainer, recorder = Training(own, seed, ARMS[arm], place, url).run(checkpoint, Path(directory))
+    found: dict[str, Any] = {"per_token": per_token, "by_step": recorder.by_step()}
+    audits = {name.rpartition("/")[2]: own[-1] for name, own in recorder.metrics.items() if "/audit/" in name}
+    if audits:
+        found["audits"] = audits | {"warned": trainer._batches.buffer.audits.warned}
+    return found
+
+
+def file_of(run: Run) -> str:
+    """Returns the name of a run's file."""
+    suffix = (".server" if run["engine"] == "server" else "") + (f".{run['steps']}" if run["steps"] else "")
+    suffix += "" if run["learning_rate"] is None else f".lr{run['learning_rate']:g}"
+    return f"learning.{run['world']}{suffix}.jsonl"
 
 
 # What came of them
 
-Run = Mapping[str, Any]
 
-
-def results_file(world: str, options: argparse.Namespace) -> Path:
-    """Where a world's runs are."""
-    suffix = (".server" if options.server else "") + (f".{options.steps}" if options.steps else "")
-    suffix += "" if options.learning_rate is None else f".lr{options.learning_rate:g}"
-    return Path(options.results) / f"learning.{world}{suffix}.jsonl"
-
-
-def seconds(run: Run) -> np.ndarray:
-    """Of each step."""
-    return timed(run)["seconds"]
-
-
-def times_as_early(kinds: str, own: Run, base: Run) -> float:
+def times_as_early(own: Run, base: Run, kinds: str = "hard") -> float:
     """The speed-up to the lower of both best rewards."""
     return time_to_reward(timed(own), timed(base), kinds)
 
 
-Columns = Mapping[str, Callable[[Run, Run], float]]
+def _end(own: Run, base: Run) -> float:
+    return float(own["by_step"]["hard"][-1])
+
+
+def _seconds(own: Run, base: Run, first: int = 0) -> float:
+    return float(timed(base)["seconds"][first:].sum() / timed(own)["seconds"][first:].sum())
+
+
 REWARD: Columns = {
-    "reward at the end": lambda own, base: own["by_step"]["hard"][-1],
-    "minus GRPO's": lambda own, base: own["by_step"]["hard"][-1] - base["by_step"]["hard"][-1],
-    "speed-up": partial(times_as_early, "hard"),
-    "speed-up, all kinds": partial(times_as_early, "reward"),
+    "reward at the end": (_end, cells.mean),
+    "minus GRPO's": (lambda own, base: _end(own, base) - _end(base, own), cells.mean),
+    "speed-up": (times_as_early, cells.ratio),
+    "speed-up, all kinds": (lambda own, base: times_as_early(own, base, "reward"), cells.ratio),
 }
 SPEED: Columns = {
-    "whole run": lambda own, base: seconds(base).sum() / seconds(own).sum(),
-    "from the second step on": lambda own, base: seconds(base)[1:].sum() / seconds(own)[1:].sum(),
+    "whole run": (_seconds, cells.ratio),
+    "from the second step on": (lambda own, base: _seconds(own, base, 1), cells.ratio),
 }
-MEANS = {"reward at the end", "minus GRPO's"}  # others are ratios
+Worlds = Mapping[str, Sequence[Run]]
 
 
-def table(worlds: Mapping[str, Sequence[Run]], columns: Columns = REWARD, baseline: str = BASELINE) -> str:
+def table(worlds: Worlds, columns: Columns = REWARD, baseline: str = "grpo") -> str:
     """A row per world and arm, in Markdown: means over seeds with 95 % intervals."""
-    rows = []
-    for world, runs in worlds.items():
-        bases = {run["seed"]: run for run in runs if run["arm"] == baseline}
-        for arm in ARMS:
-            pairs = [(run, bases[run["seed"]]) for run in runs if run["arm"] == arm and run["seed"] in bases]
-            if pairs:
-                found = {name: [value(*pair) for pair in pairs] for name, value in columns.items()}
-                own = [cells.mean(values) if name in MEANS else cells.ratio(values) for name, values in found.items()]
-                rows.append([f"{world}: {arm} ({len(pairs)})", *own])
-    return cells.table(["world: arm (seeds)", *columns], rows)
+    cases = {f"{world}: ": runs for world, runs in worlds.items()}
+    return cells.compare("world: arm (seeds)", cases, columns, ARMS, baseline)
 
 
-def kept_table(worlds: Mapping[str, Sequence[Run]]) -> str:
+def kept_table(worlds: Worlds) -> str:
     """A row per world, in Markdown: kept over plain length by arm, and the default's share of long rounds."""
     arms, rows = ("paper", "unguarded", "default"), []
     for world, runs in worlds.items():
@@ -392,18 +435,17 @@ def kept_table(worlds: Mapping[str, Sequence[Run]]) -> str:
     return cells.table(["world", *arms, "the default's long rounds"], rows)
 
 
-def guard_table(worlds: Mapping[str, Sequence[Run]]) -> str:
-    """A row per world, in Markdown: how many times as early as without a guard the two guards are."""
+def guard_table(worlds: Worlds) -> str:
+    """A row per world, in Markdown: the speed-up of the two guards over no guard."""
     rows = []
     for world, runs in worlds.items():
-        bases = {run["seed"]: run for run in runs if run["arm"] == "unguarded"}
-        own = [[run for run in runs if run["arm"] == arm and run["seed"] in bases] for arm in ("default", "every 4th")]
-        ratios = [[times_as_early("hard", run, bases[run["seed"]]) for run in arm] for arm in own]
-        rows.append([f"{world} ({', '.join(str(len(arm)) for arm in own)})", *map(cells.ratio, ratios)])
+        pairs = [cells.pairs_of(runs, arm, "unguarded") for arm in ("default", "every 4th")]
+        ratios = [[times_as_early(*pair) for pair in own] for own in pairs]
+        rows.append([f"{world} ({', '.join(str(len(own)) for own in pairs)})", *map(cells.ratio, ratios)])
     return cells.table(["world (seeds)", "default", "every 4th"], rows)
 
 
-def audit_table(worlds: Mapping[str, Sequence[Run]]) -> str:
+def audit_table(worlds: Worlds) -> str:
     """A row per world, in Markdown: what audits told of the unguarded wait and what was exact, means over seeds."""
     rows = []
     for world, runs in worlds.items():
@@ -434,58 +476,27 @@ def exact_length_ratio(run: Run) -> float:
     return float(kept[short].sum() / before[short].sum())
 
 
-# The command
+def tables(results: Path) -> str:
+    """Returns the tables of all files."""
+    worlds = {path.stem.removeprefix("learning."): read(path) for path in sorted(results.glob("learning.*.jsonl"))}
+    frozen = {name: runs for name, runs in worlds.items() if name.endswith(".lr0")}
+    speed = f"Speed over unguarded:\n\n{table(frozen, SPEED, 'unguarded')}" if frozen else ""
+    return "\n\n".join(filter(None, [table(worlds), audit_table(worlds), speed]))
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    split: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--worlds", type=split, default=list(WORLDS), help="some of them, with commas")
-    parser.add_argument("--arms", type=split, default=list(ARMS), help=f"some of them; {BASELINE} always runs")
-    parser.add_argument("--seeds", type=split, default=list("01234"), help="some numbers, with commas")
-    parser.add_argument("--steps", type=int, help="of each run, instead of the world's")
-    parser.add_argument("--learning-rate", type=float, help=f"instead of {LEARNING_RATE:g}; 0 compares speed alone")
-    parser.add_argument("--server", action="store_true", help="decode on a real vLLM server")
-    parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
-    parser.add_argument("--results", help="default: benchmarks/results; outputs/quick if quick")
-    parser.add_argument("--only-table", action="store_true", help="train nothing: the tables of what is there")
-    options = parser.parse_args(arguments)
-    for name, known in {"arms": ARMS, "worlds": WORLDS}.items():
-        if unknown := set(getattr(options, name)) - set(known):
-            parser.error(f"--{name} ({', '.join(sorted(unknown))}) must be some of {', '.join(known)}.")
-    if not all(seed.isdecimal() for seed in options.seeds):
-        parser.error(f"--seeds ({','.join(options.seeds)}) must be numbers with commas between them.")
-    if options.steps is not None and options.steps < 1:
-        parser.error(f"--steps ({options.steps}) must be at least 1.")
-    if options.learning_rate is not None and options.learning_rate < 0:
-        parser.error(f"--learning-rate ({options.learning_rate}) must not be negative.")
-    options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
-    return options
-
-
-def main() -> None:
-    """Trains what is missing, and prints the tables."""
-    options = parse()
-    for name in ("transformers", "trl_darts"):  # the latter says with each arm that its admission begins anew
-        logging.getLogger(name).setLevel(logging.ERROR)
-    disable_progress_bar()
-    torch.set_num_threads(1)  # matrices are small
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    arms = [arm for arm in ARMS if arm in {BASELINE, *options.arms}]
-    seeds = [int(seed) for seed in options.seeds]
-    if options.quick:
-        seeds = seeds[:1]
-    given = {"steps": 2 if options.quick else options.steps, "learning_rate": options.learning_rate}
-    given = {name: value for name, value in given.items() if value is not None}
-    WORLDS.update({name: replace(world, **given) for name, world in WORLDS.items()})
-    for name in [] if options.only_table else options.worlds:
-        run_missing(name, seeds, arms, options)
-    worlds = {name: read(results_file(name, options)) for name in WORLDS}
-    print("\n\n".join([table(worlds), audit_table(worlds)]))
-    if options.learning_rate == 0:
-        print(f"\nspeed over unguarded\n\n{table(worlds, SPEED, 'unguarded')}")
-
+BENCHMARK = Benchmark(
+    "learning",
+    __doc__,
+    {"world": list(WORLDS), "engine": ["virtual", "server"], "seed": range(5), "arm": list(ARMS)},
+    run,
+    tables,
+    options={"steps": 0, "learning_rate": None},
+    usual={"engine": ["virtual"]},
+    quick={"steps": 2, "world": ["needs_120_small"]},
+    file=file_of,
+    named=("world", "engine"),
+    baseline="grpo",
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,14 +1,11 @@
 """
 Results of benchmarks, one JSON object per line, so that a later call makes the runs that are missing, and the tables
 of benchmarks/REPORT.md can be computed again.
-
-Runs with `--quick` leave no line among the results. The environment variable `BENCHMARK_RESULTS` names another folder.
 """
 
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterable, Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -42,13 +39,6 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def record(name: str, line: Mapping[str, Any]) -> None:
-    """Appends a line with its date, versions and machine to the file of a benchmark. Floats keep five digits."""
-    quick = ROOT / "outputs" / "quick" if "--quick" in sys.argv else RESULTS
-    directory = Path(os.environ.get("BENCHMARK_RESULTS", quick))
-    append(directory / f"{name}.jsonl", rounded(line) | origin())
 
 
 def rounded(value: Any) -> Any:

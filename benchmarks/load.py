@@ -1,37 +1,31 @@
 """
 Measures the client's load with many servers: 64 stubs of 1,000 tokens a second each, and 10,000 candidates at once.
 
-    python benchmarks/load.py [--servers 64] [--candidates 10000] [--schedule darts] [--interval 16]
+    python -m benchmarks.load [--servers 64] [--candidates 10000] [--schedules darts,grpo] [--interval 16]
 
 The stubs run in another process. They accept vLLM's requests, and stream a chunk of `interval` tokens of one candidate
 after another, each with the time at which it was sent, in place of its first token. Printed are the share of a core
 that the engine's thread takes while all candidates decode, tokens a second, how long after a chunk was sent the
 scheduler has handled it, and the memory of the client. Decoding at half the speed shows whether delays are the
-client's: they then shrink. Lines are appended to benchmarks/results/load.jsonl. No model, no GPU: what is measured is
-ours, aiohttp's, and the kernel's.
+client's: they then shrink. No model, no GPU: what is measured is ours, aiohttp's, and the kernel's.
 """
 
-import argparse
 import asyncio
-import json
 import multiprocessing
-import os
 import random
 import resource
 import statistics
-import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import orjson
 import psutil
 
-from benchmarks.lines import record
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, main
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, vllm_rollout
 from trl_darts.scheduling import CandidateEnded, GroupPlan, Scheduler, ScheduleSettings, TokensArrived
 
@@ -192,31 +186,37 @@ def measure(urls: list[str], stubs: int, num_candidates: int, schedule: str) -> 
     }
 
 
-def main() -> None:
-    """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--servers", type=int, default=64)
-    parser.add_argument("--candidates", type=int, default=10_000)
-    parser.add_argument("--repeat", type=int, default=1, help="rollouts one after another, each with a new engine")
-    parser.add_argument("--tokens-per-s", type=float, default=1000.0, help="of each server")
-    parser.add_argument("--schedule", choices=["darts", "grpo"], default="darts")
-    parser.add_argument("--interval", type=int, default=vllm_rollout.STREAM_INTERVAL, help="tokens per read")
-    args = parser.parse_args()
-    vllm_rollout.STREAM_INTERVAL = args.interval
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=run_stubs, args=(args.servers, args.tokens_per_s, theirs), daemon=True
-    )
+@contextmanager
+def stubs_of(servers: int, tokens_per_s: float) -> Iterator[tuple[list[str], int]]:
+    """Yields addresses and process of stubs."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_stubs, args=(servers, tokens_per_s, theirs), daemon=True)
     process.start()
-    urls = ours.recv()
-    for _ in range(args.repeat):
-        result = measure(urls, process.pid or 0, args.candidates, args.schedule)
-        line = {**vars(args), **{name: round(value, 2) for name, value in result.items()}}
-        record("load", line)
-        print(json.dumps(line), flush=True)
-    process.terminate()
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    try:
+        yield ours.recv(), process.pid or 0
+    finally:
+        process.terminate()
 
+
+def run(shared: Shared, schedule: str, **sizes: Any) -> dict[str, Any]:
+    """Runs one rollout with a new engine."""
+    vllm_rollout.STREAM_INTERVAL = sizes["interval"]
+    urls, stubs = shared(stubs_of, sizes["servers"], sizes["tokens_per_s"])
+    return sizes | measure(urls, stubs, sizes["candidates"], schedule)
+
+
+BENCHMARK = Benchmark(
+    "load",
+    __doc__,
+    {"schedule": ["darts", "grpo"]},
+    run,
+    parts.load,
+    options={"servers": 64, "candidates": 10_000, "tokens_per_s": 1000.0, "interval": vllm_rollout.STREAM_INTERVAL},
+    usual={"schedule": ["darts"]},
+    quick={"servers": 2, "candidates": 48},
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

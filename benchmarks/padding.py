@@ -1,7 +1,7 @@
 """
 Compares a training step of TRL's `GRPOTrainer`, of ours with `trim_padding=False`, and of ours.
 
-    python benchmarks/padding.py [--only tail|equal] [--repeats 5] [--hidden-size 128] [--num-layers 2] [--scale 96]
+    python -m benchmarks.padding [--lengths tail,equal] [--repeats 5] [--hidden-size 128] [--num-layers 2] [--scale 96]
 
 Completions are given, so a step only has forward and backward passes of 256 rows in micro-batches of 4, and one
 optimizer step. The three trainers alternate, with the same model, rows and seed.
@@ -9,53 +9,42 @@ optimizer step. The three trainers alternate, with the same model, rows and seed
 - tail: lengths of LLaMA-3.1-8B on DeepScaleR (log-normal, median 2,748, σ 0.885), divided by `--scale`.
 - equal: all rows have the mean of these lengths, so that there is no padding to save.
 
-Columns: seconds of a step, their ratio to TRL's (geometric mean and 95 % interval over paired repeats), the share of
-the step that our code spends on ordering, cutting and counting rows (mean and 95 % interval), peak memory of a step
-above what was there before it, tokens computed over tokens there are, and by how much the gradient differs from TRL's,
-relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't resolve a cost of 1 %.
-The share can: it is measured inside each step, and with equal lengths nothing else differs. Without a GPU, seconds are
-CPU time of this process, without that of other programs. The first repeat warms up. The others are appended to
-benchmarks/results/padding.jsonl.
+Stored are seconds of a step, the share of the step that our code spends on ordering, cutting and counting rows, peak
+memory of a step above what was there before it, tokens computed over tokens there are, and by how much the gradient
+differs from TRL's, relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't
+resolve a cost of 1 %. The share can: it is measured inside each step, and with equal lengths nothing else differs.
+Without a GPU, seconds are CPU time of this process, without that of other programs.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.cells import ratio
-from benchmarks.lines import record
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, alternate, main
 from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
-from trl_darts.analysis.simulation import Estimate
 
 
 NUM_ROWS, BATCH_SIZE, NUM_GENERATIONS = 256, 4, 8
 PROMPT_TOKENS = 8
 MEDIAN, SPREAD = 2748.0, 0.885  # of LLaMA-3.1-8B on DeepScaleR
 ARMS = ("TRL", "trim_padding=False", "trim_padding=True")
-console = Console(width=160)
 
 
 class Given:
@@ -198,56 +187,36 @@ def step(
     return cost | {"share": trainer.ours / measured.seconds}, measured.gradient
 
 
-def compare(
-    title: str, make_model: Callable[[], PreTrainedModel], lengths: np.ndarray, repeats: int, **fields: Any
+def run(
+    shared: Shared, lengths: str, repeats: int, hidden_size: int, num_layers: int, scale: float, rows: int
 ) -> dict[str, Any]:
-    """Prints a table and returns what it shows. `make_model` must return the same model each time."""
-    runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    """Measures all three trainers in turn."""
+    own = tail(scale)[:rows]
+    own = own if lengths == "tail" else np.full(rows, round(own.mean()))
     gradients: dict[str, torch.Tensor] = {}
-    for repeat in range(repeats + 1):
-        for arm in ARMS if repeat % 2 else ARMS[::-1]:
-            with tempfile.TemporaryDirectory() as out:
-                cost, gradients[arm] = step(arm, make_model(), lengths, out, **fields)
-            runs[arm] += [cost] if repeat else []
-    names = (
-        "trainer",
-        "s per step",
-        "times as fast as TRL's",
-        "spent on rows",
-        "peak MiB",
-        "padding ratio",
-        "gradient",
-    )
-    table = Table(*names, title=title)
+
+    def measured(arm: str) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as out:
+            cost, gradients[arm] = step(arm, random_model(hidden_size, num_layers), own, out)
+        return cost
+
+    runs = alternate({arm: partial(measured, arm) for arm in ARMS}, repeats)
     whole = gradients["TRL"]
-    apart = {arm: ((own - whole).norm() / whole.norm()).item() for arm, own in gradients.items()}
-    for arm, costs in runs.items():
-        faster = [theirs["seconds"] / ours["seconds"] for theirs, ours in zip(runs["TRL"], costs, strict=True)]
-        own, memory, padding = (statistics.median(cost[n] for cost in costs) for n in ("seconds", "memory", "padding"))
-        share = Estimate.of([100 * cost["share"] for cost in costs])
-        padded = "" if math.isnan(padding) else f"{padding:.2f}"
-        table.add_row(arm, f"{own:.2f}", ratio(faster), f"{share} %", f"{memory:.0f}", padded, f"{apart[arm]:.1e}")
-    console.print(table)
-    return {"runs": runs, "gradient": apart}
+    apart = {arm: ((gradient - whole).norm() / whole.norm()).item() for arm, gradient in gradients.items()}
+    size = {"rows": describe(own), "hidden_size": hidden_size, "num_layers": num_layers}
+    return {**size, "runs": runs, "gradient": apart}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("tail", "equal"))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=96.0, help="lengths are divided by it")
-    options = parser.parse_args()
-    lengths = tail(options.scale)
-    regimes = {"tail": lengths, "equal": np.full(NUM_ROWS, round(lengths.mean()))}
-    model = partial(random_model, options.hidden_size, options.num_layers)
-    for name, own in regimes.items():
-        if options.only in (None, name):
-            found = compare(f"{name}: {describe(own)}, {options.repeats} repeats", model, own, options.repeats)
-            size = {"hidden_size": options.hidden_size, "num_layers": options.num_layers}
-            record("padding", {"lengths": name, "rows": describe(own), **size, **found})
-
+BENCHMARK = Benchmark(
+    "padding",
+    __doc__,
+    {"lengths": ["tail", "equal"]},
+    run,
+    parts.padding,
+    options={"repeats": 5, "hidden_size": 128, "num_layers": 2, "scale": 96.0, "rows": NUM_ROWS},
+    quick={"repeats": 1, "rows": 16},
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -5,9 +5,10 @@ Each function gets the folder of the results, and returns its section with the h
 there are no lines, so that the report has no section about what was not measured. Of several runs the last one counts.
 """
 
+import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +48,75 @@ def median(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g}" if len(values) else "–"
 
 
-GPU_ARMS = ("grpo", "darts (paper)", "unguarded", "default")
-
-
-def gpu_server(results: Path) -> str:
-    """Of the last server: each arm's rollouts, and the same in virtual time with latencies of the first context."""
-    lines = read(results / "gpu_server.jsonl")
-    begins = [place for place, line in enumerate(lines) if line["kind"] == "server"]
-    if not begins:
+def peers(results: Path) -> str:
+    """Two tables: what each arm took to the target and spent, and where its steps' seconds went."""
+    runs = list(last(results, "peers", "arm", "seed").values())
+    if not runs:
         return ""
-    server, *own = lines[begins[-1] :]
-    context = next((line["context"] for line in own if line["kind"] == "simulated"), None)
-    kinds = {name: [line for line in own if line["kind"] == name] for name in ("rollout", "simulated")}
-    kinds["simulated"] = [line for line in kinds["simulated"] if line["context"] == context]
-    real, simulated = (
-        {arm: [line["seconds"] for line in lines if line["arm"] == arm] for arm in GPU_ARMS}
-        for lines in kinds.values()
-    )
-    steps = min(map(len, real.values()))
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    until: Callable[[Line], float] = lambda run: run["seconds_to_target"] or math.inf  # noqa: E731
+    columns: cells.Columns = {
+        "seconds": (lambda own, base: own["seconds"], cells.mean),
+        "to the reward": (lambda own, base: until(own), cells.mean),
+        "speed-up over AsyncGRPO": (lambda own, base: until(base) / until(own), cells.ratio),
+        "reward at the end": (lambda own, base: own["reward"], cells.mean),
+    }
+    spent: cells.Columns = {
+        "tokens trained on": (lambda own, base: own["trained_tokens"], cells.mean),
+        "mean age": (lambda own, base: own["staleness"], cells.mean),
+        "kept ÷ plain length": (lambda own, base: own["kept_over_plain"], cells.ratio),
+        "groups thrown away": (lambda own, base: own["thrown_groups"], cells.mean),
+    }
+    names = {"wait": "rollout (s)", "scoring": "scoring (s)", "sync": "sync (s)", "passes": "passes (s)"}
     rows = []
-    for arm in GPU_ARMS:
-        speeds = [quotients(kind["grpo"][:steps], kind[arm][:steps]) for kind in (real, simulated) if kind["grpo"]]
-        rows.append([f"{arm} ({steps})", f"{np.mean(real[arm][:steps]):.3g}", cells.ratio(speeds[0])])
-        rows[-1] += [cells.ratio(speeds[0][2:]), cells.ratio(speeds[1]) if len(speeds) > 1 else "–"]
+    for arm in arms:
+        own = [run["parts"] for run in runs if run["arm"] == arm]
+        means = {name: float(np.mean([parts[name] for parts in own])) for name in own[0]}
+        rows.append([arm, *(f"{means[name]:.2f}" for name in names), f"{means['rest']:.2f}"])
     text = f"""
-        `python benchmarks/gpu_server.py`: rollouts of given lengths on a real server of a model with random weights
-        and the sizes of Qwen3 {server["size"]}, on one {server["device"]} with vLLM {server["vllm"]}. Rows take turns
-        step by step on the same lengths."""
-    header = ["arm (steps)", "s per rollout", "speed-up", "from the third step on", "simulated"]
-    return section("Rollouts on a GPU", text, cells.table(header, rows))
+        `python -m benchmarks.peers`: TRL's AsyncGRPO, with its `max_staleness`, and ours on one server at [a GPU's
+        pace](#how-it-was-run), each from the same model {origin(last(results, "peers", "arm", "seed"))}. The reward is
+        {runs[0]["target"]} of plain sampling, which was named before any run. *Age* is in optimizer steps. A step also
+        takes {runs[0]["per_token"]:g} s for each token, which is in no column of the last table."""
+    made = [cells.compare("arm (seeds)", {"": runs}, own, arms, "async-4") for own in (columns, spent)]
+    parts = cells.table(["seconds between two steps", *names.values(), "rest (s)"], rows)
+    return section("Beside TRL's AsyncGRPO", text, *made, parts)
+
+
+def gpu(results: Path) -> str:
+    """Of the last runs: each row's rollouts, on the server and in virtual time, and each arm's steps."""
+    lines = last(results, "gpu", "size", "part", "arm")
+    blocks = []
+    for (size, part, _), line in lines.items():
+        if part == "rollouts":
+            rows = [
+                [
+                    name,
+                    median(own),
+                    *(_speed(line[kind]["grpo"], line[kind][name]) for kind in ("seconds", "simulated")),
+                ]
+                for name, own in line["seconds"].items()
+            ]
+            header = [f"{size}, rollouts", "s per rollout", "speed-up", "simulated"]
+            blocks.append(cells.table(header, rows))
+    steps = {arm: line for (_, part, arm), line in lines.items() if part == "steps"}
+    if "grpo" in steps:
+        base = steps["grpo"]["seconds"]
+        rows = [
+            [arm, *(median(line[name]) for name in ("seconds", "rollout", "sync")), _speed(base, line["seconds"])]
+            for arm, line in steps.items()
+        ]
+        blocks.append(cells.table(["whole steps", "s per step", "rollout (s)", "sync (s)", "speed-up"], rows))
+    if not blocks:
+        return ""
+    text = f"""
+        `python -m benchmarks.gpu`: a chain with the size of a real model, on a real server {origin(lines)}.
+        {next(iter(lines.values()))["lengths"]}. Medians of seconds."""
+    return section("On a GPU", text, *blocks)
+
+
+def _speed(base: Sequence[float], own: Sequence[float]) -> str:
+    return cells.ratio(quotients(base[: len(own)], own[: len(base)]))
 
 
 def padding(results: Path) -> str:
@@ -96,7 +137,7 @@ def padding(results: Path) -> str:
     worst = max(apart for line in lines.values() for apart in line["gradient"].values())
     sizes = "; ".join(dict.fromkeys(f"*{line['lengths']}*: {line['rows']}" for line in lines.values()))
     text = f"""
-        `python benchmarks/padding.py`: one optimizer step, forward and backward passes alone, completions given, a
+        `python -m benchmarks.padding`: one optimizer step, forward and backward passes alone, completions given, a
         Qwen2 with random weights in float32, paired repeats. {sizes}. *Spent on rows* is the share of the step that
         ordering, cutting and counting rows takes. Gradients differ from TRL's by at most {worst:.0e} of their norm
         {origin(lines)}."""
@@ -104,22 +145,24 @@ def padding(results: Path) -> str:
     return section("Training without padding", text, cells.table(header, rows))
 
 
-def ahead(results: Path) -> str:
-    lines = last(results, "ahead", "share")
+def step(results: Path) -> str:
+    lines = last(results, "step", "prompt")
     if not lines:
         return ""
     rows = []
-    for line in lines.values():
-        apart, own = line["apart"], line["ahead"]
-        rollout, both, step = (np.mean(values[1:]) for values in (apart["rollout"], apart["real"], own["real"]))
-        expected = max(rollout, line["per_token"] * np.mean(own["trained"][1:])) + np.nanmean(apart["sync"])
-        rows.append([f"{line['share']:g}", *(f"{value:.2f}" for value in (rollout, both, step, expected))])
+    for (prompt,), line in sorted(lines.items()):
+        theirs, trimmed = ([run["seconds"] for run in line["runs"][arm]] for arm in ("TRL", "trimmed"))
+        for arm, runs in line["runs"].items():
+            own, there = [run["seconds"] for run in runs], statistics.median(run["padding"] for run in runs)
+            speeds = [cells.ratio(quotients(other, own)) for other in (theirs, trimmed)]
+            rows.append([f"{prompt} tokens: {arm}", median(own), *speeds, f"{there:.2f}".replace("nan", "–")])
+    worst = max(apart for line in lines.values() for apart in line["gradient"].values())
     text = f"""
-        `python benchmarks/ahead.py`: GRPO on the paced server of [the training
-        runs](#training-runs-at-a-gpus-pace), with a training that takes a given share of a rollout's time.
-        *Expected* is the longer of the two, and the weight sync {origin(lines)}."""
-    header = ["training ÷ rollout", "rollout (s)", "step (s)", "step, ahead (s)", "expected (s)"]
-    return section("One rollout ahead", text, cells.table(header, rows))
+        `python -m benchmarks.step`: as above, with a prompt of its own for each group of 8 rows, and micro-batches of
+        a group. {next(iter(lines.values()))["rows"].replace(" by 4", "")}. *Computed* are tokens through the model over
+        tokens there are. Gradients differ from TRL's by at most {worst:.0e} of their norm {origin(lines)}."""
+    header = ["prompt: rows", "s per step", "speed-up over TRL's", "over trimmed", "computed"]
+    return section("Shared prompts", text, cells.table(header, rows))
 
 
 def schedules(results: Path) -> str:
@@ -130,7 +173,7 @@ def schedules(results: Path) -> str:
     measured = {line["title"]: line for line in read(results / "schedules.jsonl") if "measured" in line}
     blocks = [_schedules_of(title, measured.get(title, line)) for (title,), line in simulated.items()]
     text = """
-        `python benchmarks/schedules.py [--virtual]`: rollouts of given lengths over those of the first row, at [a
+        `python -m benchmarks.schedules`: rollouts of given lengths over those of the first row, at [a
         GPU's pace](#how-it-was-run), and on simulated clusters with an assumed curve of a 14 B model. A dash in
         *server* means that only the simulator ran. Without a server it leaves out what a request costs, so it is
         too favourable, by a tenth or more. No guard is on. Intervals are over repeats or seeds."""
@@ -153,45 +196,6 @@ def _speedups(runs: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     return {name: cells.ratio(quotients(base, own)) for name, own in seconds.items()}
 
 
-def parity(results: Path) -> str:
-    lines = last(results, "simulator", "schedule", part="parity")
-    if not lines:
-        return ""
-    rows = [
-        [
-            line["schedule"],
-            f"{sum(line['real']):.1f}",
-            f"{sum(line['predicted']):.1f}",
-            cells.ratio(quotients(line["predicted"], line["real"])),
-            f"{line['same']} of {line['groups']}",
-        ]
-        for line in lines.values()
-    ]
-    text = f"""
-        `python benchmarks/simulator.py parity` records a run and replays each rollout with a curve that was
-        measured on the same server: 16 prompts × 8 rows of up to 768 tokens {origin(lines)}. Decisions differ where
-        two candidates end almost together."""
-    header = ["schedule", "real (s)", "predicted (s)", "predicted ÷ real", "prompts with the same rows"]
-    return section("The simulator against a server", text, cells.table(header, rows))
-
-
-def speed(results: Path) -> str:
-    lines = last(results, "simulator", "schedule", part="speed")
-    if not lines:
-        return ""
-    rows = [
-        [
-            line["schedule"],
-            f"{line['candidates']:,}",
-            median([line["seconds"]]),
-            f"{line['seconds'] / line['steps']:.3f}",
-        ]
-        for line in lines.values()
-    ]
-    text = f"`python benchmarks/simulator.py speed`: steps of 512 prompts × 16, processor time {origin(lines)}."
-    return section("The simulator's own time", text, cells.table(["schedule", "candidates", "s", "s per step"], rows))
-
-
 def decisions(results: Path) -> str:
     lines = last(results, "decisions", "prompts", "factor")
     if not lines:
@@ -209,7 +213,7 @@ def decisions(results: Path) -> str:
             for stage, own in small.items()
         ]
     text = f"""
-        `python benchmarks/decisions.py`: processor time of all decisions of one step on one core, with 16
+        `python -m benchmarks.decisions`: processor time of all decisions of one step on one core, with 16
         candidates per prompt on average, and with eight times the prompts {origin(lines)}. Medians."""
     return section("Decisions", text, cells.table(["stage", "ms", "ms, larger batch", "times as long"], rows))
 
@@ -225,61 +229,15 @@ def server_overhead(results: Path) -> str:
         rows.append([line["workload"], tokens, median(theirs), median(ours), cells.ratio(quotients(theirs, ours))])
     line = next(iter(lines.values()))
     text = f"""
-        `python benchmarks/server_overhead.py`: generation by TRL's path, one request with all prompts, and by ours,
+        `python -m benchmarks.server_overhead`: generation by TRL's path, one request with all prompts, and by ours,
         one request per candidate. {line["prompts"]} prompts × {line["generations"]}, `schedule="grpo"`
         {origin(lines)}. With a few tokens per answer, requests are all that takes time, and ours lose."""
     header = ["workload", "tokens", "TRL (s)", "trl_darts (s)", "TRL ÷ trl_darts"]
     return section("Client overhead", text, cells.table(header, rows))
 
 
-def late_binding(results: Path) -> str:
-    lines = last(results, "late_binding", "part")
-    rows = []
-    for line in [line for line in lines.values() if "seconds" in line]:
-        (before, slow), (after, fast) = line["seconds"].items()
-        rows.append(
-            [
-                line["part"],
-                f"{before} {median(slow)} s",
-                f"{after} {median(fast)} s",
-                cells.ratio(quotients(slow, fast)),
-            ]
-        )
-    if not rows:
-        return ""
-    text = f"""
-        `python benchmarks/late_binding.py`: candidates that wait for the first free server, over those that are all
-        submitted at the start; and candidates of a prompt together on one server, which shares its prefix cache,
-        over spread ones {origin(lines)}. Medians of seconds."""
-    if queue := lines.get(("queue",)):
-        text += f"""
-        With 256 candidates on 8 slots, and a first-token deadline of a tenth of the rollout, {queue["lost"]}
-        servers were lost and {queue["resumed"]} candidates resumed."""
-    return section("Late binding", text, cells.table(["case", "before", "after", "speed-up"], rows))
-
-
-def streaming(results: Path) -> str:
-    lines = last(results, "streaming", "regime", "share")
-    if not lines:
-        return ""
-    rows = []
-    for line in lines.values():
-        off, on = ([pair[place] for pair in line["pairs"]] for place in (0, 1))
-        name = "rewards" if line["regime"] == "rewards" else "forward"
-        after = [step[name] + step.get("exposed_seconds", 0.0) for step in on]
-        speed = cells.ratio(quotients([step["seconds"] for step in off], [step["seconds"] for step in on]))
-        title = f"{line['regime']} ({len(off)})" + (", one core" if line["share"] else "")
-        rows.append([title, *(median([step["seconds"] for step in own]) for own in (off, on)), speed])
-        rows[-1].append(f"{1 - statistics.median(after) / statistics.median(step[name] for step in off):.0%}")
-    text = f"""
-        `python benchmarks/streaming.py`: steps without and with streaming on the same lengths, server and trainer
-        on a core each {origin(lines)}. *Hidden* is the share of the seconds after a rollout that streaming saves."""
-    header = ["lengths (pairs)", "step (s)", "streamed (s)", "speed-up", "hidden"]
-    return section("Streaming", text, cells.table(header, rows))
-
-
 def in_flight(results: Path) -> str:
-    lines = {(line["options"]["schedule"], line["options"]["kv"]): line for line in read(results / "in_flight.jsonl")}
+    lines = last(results, "in_flight", "schedule", "kv")
     if not lines:
         return ""
     rows = []
@@ -288,7 +246,7 @@ def in_flight(results: Path) -> str:
         rows.append([f"{schedule}, {kv}", *(f"{middle:.1f} ({low:.1f}–{high:.1f})" for low, middle, high in times)])
         rows[-1].append(f"{line['wrong']} of {line['candidates']}")
     text = f"""
-        `python benchmarks/in_flight.py`: weight syncs in the middle of rollouts that never end {origin(lines)}.
+        `python -m benchmarks.in_flight`: weight syncs in the middle of rollouts that never end {origin(lines)}.
         Milliseconds in the engine, medians and quartiles, and candidates whose tokens' versions differ from the
         server's own record."""
     header = ["schedule, keys and values", "stall", "of it loading", "an engine step", "wrong versions"]
@@ -296,15 +254,6 @@ def in_flight(results: Path) -> str:
 
 
 def drafts(results: Path) -> str:
-    blocks = [table for table in (_replayed(results), _drafting_servers(results)) if table]
-    text = """
-        `python benchmarks/drafts.py`: rollouts with drafts from other answers to the same prompt over rollouts
-        without, by epoch: answers of the tiny reasoner in modelled time, and a Markov chain on servers at [a GPU's
-        pace](#how-it-was-run)."""
-    return section("Drafts", text, *blocks) if blocks else ""
-
-
-def _replayed(results: Path) -> str:
     lines = last(results, "drafts", "seed", "servers", "placement", "epoch", part="replay").values()
     rows = []
     for key in dict.fromkeys((line["servers"], line["placement"], line["epoch"]) for line in lines):
@@ -312,50 +261,97 @@ def _replayed(results: Path) -> str:
         speed = cells.ratio([line["control"] / line["time"] for line in own])
         accepted = f"{sum(line['accepted'] for line in own) / sum(line['drafted'] for line in own):.0%}"
         rows.append([f"{key[0]}, {key[1]} ({len(own)})", str(key[2]), speed, accepted])
-    return cells.table(["servers, answers (seeds)", "epoch", "speed-up", "accepted"], rows) if rows else ""
+    text = """
+        `python -m benchmarks.drafts`: rollouts with drafts from other answers to the same prompt over rollouts
+        without, by epoch: answers of the tiny reasoner in modelled time."""
+    table = cells.table(["servers, answers (seeds)", "epoch", "speed-up", "accepted"], rows)
+    return section("Drafts", text, table) if rows else ""
 
 
-def _drafting_servers(results: Path) -> str:
-    lines = last(results, "drafts", "schedule", "arm", "epoch", part="servers")
-    rows = []
-    for (schedule, arm, epoch), line in lines.items():
-        if arm != "no drafts":
-            control = lines[schedule, "no drafts", epoch]["seconds"]
-            accepted = f"{line['counts'][2] / line['counts'][1]:.0%}"
-            rows.append([f"{schedule}, {arm}", str(epoch), cells.ratio(quotients(control, line["seconds"])), accepted])
-    return cells.table(["schedule, drafts", "epoch", "speed-up", "accepted"], rows) if rows else ""
-
-
-def tail(results: Path) -> str:
-    lines = last(results, "tail", "title", "schedule", "servers")
-    rows = []
-    for title, schedule in dict.fromkeys(key[:2] for key in lines):
-        own = {name: lines[title, schedule, name] for name in ("main", "tail", "switch")}
-        real, simulated = ({name: line[kind] for name, line in own.items()} for kind in ("seconds", "simulated"))
-        cell = [f"{sum(real[name]):.1f}" for name in own]
-        speeds = [quotients(min(kind["main"], kind["tail"], key=sum), kind["switch"]) for kind in (real, simulated)]
-        rows.append([f"{title}: {schedule}", ", ".join(cell), *map(cells.ratio, speeds)])
+def faults(results: Path) -> str:
+    lines = last(results, "faults", "arm")
+    rows = [
+        [f"{line['arm']}: {kind}", *_fault_cells(line, kind)]
+        for line in lines.values()
+        for kind in sorted({fault["kind"] for fault in line["faults"]})
+    ]
     if not rows:
         return ""
+    worst = max(line["worst"] for line in lines.values())
+    rollouts = sum(len(line["rollouts"]) for line in lines.values())
+    complete = sum(line["nothing_lost"] for line in lines.values())
     text = f"""
-        `python benchmarks/tail.py`: rollouts on main servers alone, on tail servers alone, and with a switch
-        between them {origin(lines)}. The speed-up is over the better of the two."""
-    header = ["lengths: schedule", "seconds: main, tail, switch", "speed-up", "simulated"]
-    return section("Tail servers", text, cells.table(header, rows))
+        `python -m benchmarks.faults` starts two servers with `trl-darts serve --restart`. At random moments, also
+        during weight syncs, it kills one (SIGKILL) or stops it for 15 s (SIGSTOP) {origin(lines)}. In {complete} of
+        {len(lines)} runs with {rollouts} rollouts nothing was lost, and each token arrived once. Log-probs of
+        resumed candidates are at most {worst:.1e} off those of a forward pass. Medians of seconds, and the worst."""
+    header = ["run: fault", "number", "noticed after", "back after", "lost in a rollout"]
+    return section("Faults", text, cells.table(header, rows))
 
 
-def reasoner(results: Path) -> str:
-    lines = last(results, "reasoner", "arm", "seed")
-    rows = []
-    for arm in dict.fromkeys(arm for arm, _ in lines):
-        own = [line for (name, _), line in lines.items() if name == arm]
-        means = [
-            [float(np.mean(line[metric][-20:])) for line in own] for metric in ("reward", "completions/mean_length")
+def _fault_cells(line: Line, kind: str) -> list[str]:
+    own = [fault for fault in line["faults"] if fault["kind"] == kind]
+    times = [[fault[name] or 0.0 for fault in own] for name in ("noticed", "back")]
+    hit = [[start <= fault["at"] <= end for fault in line["faults"]] for start, end in line["rollouts"]]
+    lengths = [end - start for start, end in line["rollouts"]]
+    usual = statistics.median(length for length, faults in zip(lengths, hit, strict=True) if not any(faults))
+    is_own = [fault["kind"] == kind for fault in line["faults"]]
+    lost = [
+        length - usual
+        for length, faults in zip(lengths, hit, strict=True)
+        if any(here and own for here, own in zip(faults, is_own, strict=True))
+    ]
+    return [str(len(own)), *(f"{median(v)} (≤ {max(v):.1f})" if v else "–" for v in (*times, lost))]
+
+
+def checkpoints(results: Path) -> str:
+    lines = last(results, "checkpoints", "arm")
+    if not lines:
+        return ""
+    rows = [
+        [
+            line["arm"],
+            str(line["kills"]),
+            f"{line['epochs']}",
+            f"{median(line['tokens'])}, {max(line['tokens'])}",
+            str(len(line["wrong"])),
         ]
-        rows.append([f"{arm} ({len(own)})", *map(cells.mean, means)])
-    if not rows:
-        return ""
+        for line in lines.values()
+    ]
     text = f"""
-        `python benchmarks/reasoner.py`: what the tiny reasoner learns per step, means over the last 20 of 40 steps
-        {origin(lines)}."""
-    return section("Learning per step", text, cells.table(["arm (seeds)", "reward", "tokens of an answer"], rows))
+        `python -m benchmarks.checkpoints` kills trainers at random moments of a checkpoint; another one resumes
+        from the newest complete one {origin(lines)}."""
+    header = ["arm", "kills", "epochs", "tokens restored: median, most", "prompts lost or repeated"]
+    return section("Checkpoints", text, cells.table(header, rows))
+
+
+def listed(results: Path) -> str:
+    lines = read(results / "listed.jsonl")
+    rows = []
+    for size in dict.fromkeys((line["prompts"], line["tokens"]) for line in lines):
+        own = [line for line in lines if (line["prompts"], line["tokens"]) == size]
+        ratios = quotients([line["ray"] for line in own], [line["fixed"] for line in own])
+        rows.append([f"{size[0]} × 8", str(size[1]), str(len(own)), cells.ratio(ratios)])
+    text = """
+        `python -m benchmarks.listed`: seconds of rollouts on servers that a list in a Ray cluster names, over those
+        on the same servers' addresses, in alternating pairs on two cores."""
+    header = ["candidates", "tokens each", "pairs", "ray ÷ addresses"]
+    return section("A list of servers", text, cells.table(header, rows)) if rows else ""
+
+
+def load(results: Path) -> str:
+    rows = [
+        [
+            f"{line['tokens_per_s']:,.0f} tokens/s each",
+            f"{line['tokens / s']:,.0f}",
+            f"{line['client (cores)']:.2f}",
+            f"{line['delay p50 (ms)']:.1f}, {line['delay p99 (ms)']:.0f}",
+            f"{line['memory (MiB)']:.0f}",
+        ]
+        for line in read(results / "load.jsonl")
+    ]
+    text = """
+        `python -m benchmarks.load`: the client with 64 stubs of servers that stream 16 tokens at a time, and 10,000
+        candidates at once, `schedule="darts"`."""
+    header = ["stubs", "tokens/s", "client (cores)", "delay p50, p99 (ms)", "memory (MiB)"]
+    return section("The client's load", text, cells.table(header, rows)) if rows else ""

@@ -21,12 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from benchmarks.lines import RESULTS, ROOT
+from benchmarks.schedules import PACED, Replay, Row, server_of, train
+from benchmarks.smollm2_rollouts import MACHINES, Recorded, read_lengths
 from trl_darts.analysis.colors import GREY, INK, MUTED, color_of
 from trl_darts.analysis.report import charts, tables
 from trl_darts.analysis.report.runs import outcomes
@@ -40,9 +42,8 @@ from trl_darts.analysis.simulation import (
 from trl_darts.scheduling import GroupSummary, RolloutResult, ScheduleSettings
 
 
-ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
-RECORDED = ROOT / "benchmarks" / "results" / "one_rollout.parquet"
+RECORDED = RESULTS / "one_rollout.parquet"
 BATCHES, EPOCHS = 8, 2  # that are recorded
 DEFAULT = {"schedule": "darts", "long_end_every": 4}
 NAMES = {"grpo": "GRPO", "darts": "DARTS, the default"}
@@ -82,6 +83,10 @@ class VirtualTraining(Recording, SimulatedTraining):
     """A training in virtual time, whose rollouts are kept."""
 
 
+class ServedTraining(Recording, Replay):
+    """The same on a server."""
+
+
 def candidates_of(results: Sequence[RolloutResult], keeps_tokens: bool = False) -> pd.DataFrame:
     """Returns a row for each candidate of each rollout, in the columns of a trace that a picture needs."""
     rows = [
@@ -101,17 +106,11 @@ def candidates_of(results: Sequence[RolloutResult], keeps_tokens: bool = False) 
 
 def record() -> None:
     """Runs GRPO and the default step by step in turn, on a real server at a GPU's pace."""
-    from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
-    from benchmarks.schedules import Replay, Row, console, server_of, train
-    from benchmarks.smollm2_rollouts import CPU, RESULTS, Recorded, read_lengths
-
-    class ServedTraining(Recording, Replay):
-        """The same on a server."""
-
-    lines = read_lengths(RESULTS / CPU.lengths)[: BATCHES * CPU.prompts]
-    size: Any = Recorded(lines, CPU.prompts, CPU.rows, CPU.limit)
+    machine = MACHINES["cpu"]
+    lines = read_lengths(RESULTS / machine.lengths)[: BATCHES * machine.prompts]
+    size: Any = Recorded(lines, machine.prompts, machine.rows, machine.limit)
     rows = {"grpo": Row("grpo", {"schedule": "grpo"}), "darts": Row("darts", DEFAULT)}
-    with server_of(scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES), None, size) as (server, spec):
+    with server_of(PACED, None, size) as (server, spec):
         replays = {name: ServedTraining(row, size, spec, server) for name, row in rows.items()}
         train([*replays.values()], EPOCHS * BATCHES)
     table = pd.concat([candidates_of(own.results).assign(run=name) for name, own in replays.items()])
@@ -120,7 +119,7 @@ def record() -> None:
         table[name] = (table[name] - starts).round(4).astype("float32")
     table["prompt_key"] = table["prompt_key"].astype("int32")
     table.reset_index(drop=True).to_parquet(RECORDED, compression="zstd")
-    console.print(speedups(table).describe())
+    print(speedups(table).describe())
 
 
 def speedups(recorded: pd.DataFrame) -> pd.Series:

@@ -8,43 +8,48 @@ With `--check`, nothing is written, and the exit status is 1 if a table differs 
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
-from benchmarks import continuous, learning, parts, reasoner, simulator, smollm2, smollm2_rollouts, survival, training
-from benchmarks.lines import RESULTS, read
-from benchmarks.page import PAGE, put
+from benchmarks import continuous, learning, parts, reasoner, simulator, smollm2, smollm2_rollouts, training
+from benchmarks.lines import RESULTS, ROOT, read
 
 
-SEEDS = (0, 1, 2)  # of SmolLM2's trainings
+PAGE = ROOT / "benchmarks" / "REPORT.md"
 PARTS: tuple[Callable[[Path], str], ...] = (
-    parts.gpu_server,
+    parts.peers,
+    parts.gpu,
     parts.padding,
+    parts.step,
     parts.schedules,
-    parts.parity,
-    parts.speed,
     parts.decisions,
     parts.server_overhead,
-    parts.late_binding,
-    parts.ahead,
     parts.in_flight,
-    parts.streaming,
     parts.drafts,
-    parts.tail,
-    survival.faults,
-    survival.nodes,
-    survival.checkpoints,
-    survival.listed,
-    survival.load,
-    parts.reasoner,
+    parts.faults,
+    parts.checkpoints,
+    parts.listed,
+    parts.load,
 )
+
+
+def put(text: str, name: str, content: str) -> str:
+    """Replaces the text between the marks of this name."""
+    begin, end = f"<!-- {name}: written by benchmarks/report.py -->", f"<!-- end of {name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"The page must have one pair of the marks {begin!r} and {end!r}.")
+    inner = f"{content}\n\n" if content else ""
+    return pattern.sub(lambda _: f"{begin}\n\n{inner}{end}", text)
 
 
 def tables(results: Path = RESULTS) -> Iterator[tuple[str, str]]:
     """Yields the name and the content of every pair of marks."""
     yield from smollm2_tables(results)
-    trainings = training.load(training.trainings_of(training.parse([])), results)
+    trainings = training.runs_of(results)
     for name in ("SPEED", "SPENT", "LEARNED", "ROWS"):
         yield f"training, {name.lower()}", training.table(trainings, getattr(training, name))
     yield "training, rest", training.rest_table(trainings["tail"])
@@ -62,19 +67,15 @@ def tables(results: Path = RESULTS) -> Iterator[tuple[str, str]]:
 
 def smollm2_tables(results: Path) -> Iterator[tuple[str, str]]:
     """Yields the tables of the language model."""
-    yield (
-        "smollm2, lengths",
-        smollm2_rollouts.lengths_table(smollm2_rollouts.read_lengths(results / smollm2_rollouts.CPU.lengths)),
-    )
+    lengths = smollm2_rollouts.read_lengths(results / smollm2_rollouts.MACHINES["cpu"].lengths)
+    yield "smollm2, lengths", smollm2_rollouts.lengths_table(lengths)
     rollouts = read(results / smollm2_rollouts.ROLLOUTS)
     for pace in ("bare", "paced"):
         yield f"smollm2, {pace}", smollm2_rollouts.rollouts_table(rollouts, pace)
     yield "smollm2, shares", smollm2_rollouts.shares_table(rollouts, "paced")
     yield "smollm2, agreement", smollm2_rollouts.agreement_table(rollouts)
-    for machine, setting in smollm2.SETTINGS.items():
-        for name in ("speed", "learned", "parts", "progress", "rounds"):
-            table = getattr(smollm2, f"{name}_table")
-            yield f"smollm2 on a {machine}, {name}", table(results, SEEDS, setting)
+    for machine, name in product(smollm2.SETTINGS, ("speed", "learned", "parts", "progress", "rounds")):
+        yield f"smollm2 on a {machine}, {name}", getattr(smollm2, f"{name}_table")(results, machine)
 
 
 def learning_tables(results: Path) -> Iterator[tuple[str, str]]:

@@ -1,42 +1,28 @@
 """
 Compares all schedules on the same heavy-tailed lengths: seconds, wasted tokens, and the age of trained tokens.
 
-    python benchmarks/schedules.py [--quick] [--only shares|schedules|order|simulator] [--curve llama-8b] [--virtual]
+    python -m benchmarks.schedules [--engines virtual] [--titles "Every schedule"] [--repeats 2] [--seeds 2]
 
-The first three parts run on a real vLLM server at a GPU's pace (see `pacing.py`), and also print the simulator's ratio
-for the same trace; `--virtual` prints this alone. The last part runs on simulated clusters of 16, 32 and 64 GPUs.
-Tables are appended to benchmarks/results/schedules.jsonl.
+Most tables run on a real vLLM server at a GPU's pace (see `pacing.py`), and also show the simulator's ratio for the
+same lengths; `--engines virtual` simulates alone. The last ones are simulated clusters of 16, 32 and 64 GPUs.
 
-- shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of endless
-  answers; and two controls: equal lengths, and a full engine that decodes a sixteenth of a batch at once.
-- schedules: every schedule, with 0.2 % of endless answers.
-- order: the sorted schedule with the shortest or the longest first, on engines with half a batch of slots.
+- At a GPU's pace: the default against grpo, with and without M_low (`min_num_generations`), for several shares of
+  endless answers; and two controls: equal lengths, and a full engine that decodes a sixteenth of a batch at once.
+- Every schedule: with 0.2 % of endless answers.
+- Half a batch of slots: the sorted schedule with the shortest or the longest first.
 
 All rows run the same training loop, see [`SimulatedTraining`], with the trainer's admission, rounds, buffer, scheduler
 and tracker. Lengths are drawn once per prompt, epoch and candidate, and are the same for all rows. A restarted
-candidate has the same length again. The weights don't change: only the versions of the policy are counted.
+candidate has the same length again. The weights don't change: only the versions of the policy are counted. Rows take
+turns step by step, so that the load of a shared machine affects all.
 
 TRL's request for a whole batch with n = M can't have a length per candidate. The row "grpo" represents it: it waits
 for the same candidates. `server_overhead.py` measures what one request per candidate costs in comparison.
 
-Columns:
-
-- seconds: from the first submission to the last end, over all rollouts. The ratio to grpo's is a geometric mean with
-  its 95 % interval over repeats (server: rows alternate step by step, so that the load of a shared machine affects
-  all) or over seeds (simulator).
-- bubble: share of idle slots (SortedRL, Eq. 4). Q is the largest number of candidates that ran at once in a rollout.
-  Engines of the sorted rows decode at most N × M at once, which is their Q, and queue all others. In brackets: only
-  rollouts that ended while other prompts were unfinished, so without the last ones of an epoch or a group of batches.
-- wasted: share of decoded tokens that are never trained on. Off-policy: share of trained tokens that an older policy
-  sampled.
-- spread: standard deviation of the batches' mean lengths over their mean.
-- simulated: the simulator's ratio for the same trace, at the server's pace.
+*Wasted* is the share of decoded tokens that are never trained on, and *off-policy* the share of trained tokens that an
+older policy sampled.
 """
 
-import argparse
-import math
-import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -45,20 +31,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 import requests
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from benchmarks.cells import ratio
-from benchmarks.lines import record
+from benchmarks import parts
+from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.models import EOS_ID, make_markov_model, make_tokenizer
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
-from benchmarks.simulator import CURVE
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
@@ -70,9 +49,8 @@ MAX_MODEL_LEN = 1024
 ROOM = 1024  # slots of a server that never queues
 FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # tokens of the Markov model that prompts consist of
 AUTO = {"long_end_patience": "auto"}
-ORDERS = ("shortest", "longest")
 BOTH_ENDS = {"selection": "dual_end", **AUTO}
-console = Console(width=160)
+PACED = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
 
 
 @dataclass(frozen=True)
@@ -89,9 +67,10 @@ class Row:
 
 
 GRPO, DEFAULT = Row("grpo", {"schedule": "grpo"}), Row("default", {"schedule": "darts"})
+PAPER = Row("darts (paper)", {"schedule": "darts", "long_end_patience": None})
 ROWS = [
     GRPO,
-    Row("darts (paper)", {"schedule": "darts", "long_end_patience": None}),
+    PAPER,
     Row("darts, patience 2", {"schedule": "darts", "long_end_patience": 2.0}),
     DEFAULT,
     Row("uniform, auto", {"schedule": "darts", "selection": "uniform", **AUTO}),
@@ -141,16 +120,13 @@ class Size:
 
 
 class ServerCluster:
-    """
-    Replaces [`SimulatedCluster`] by real servers, which decode a given number of tokens of each candidate.
-    Tail servers take over the last ones.
-    """
+    """Replaces [`SimulatedCluster`] by real servers, which decode a given number of tokens of each candidate."""
 
     eos_id = EOS_ID
     sampling: Mapping[str, Any] = {}
 
-    def __init__(self, *urls: str, tail_urls: Sequence[str] = ()) -> None:
-        self.engine = VLLMServerEngine([*urls, *tail_urls], tail_urls=tail_urls)
+    def __init__(self, *urls: str) -> None:
+        self.engine = VLLMServerEngine([*urls])
         self.model = self.engine.query(lambda server: server.get("/v1/models"))[urls[0]]["data"][0]["id"]
 
     def prompt(self, key: int) -> list[int]:
@@ -172,14 +148,8 @@ class ServerCluster:
         for url in self.engine.base_urls:
             requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
         prompts = [[ServerPrompt(self.prompt(plan.prompt_key))] for plan in plans]
-        body = {
-            "model": self.model,
-            "max_tokens": max_length,
-            "logprobs": 0,
-            "return_token_ids": True,
-            **self.sampling,
-        }
-        return self.engine.run(scheduler, plans, prompts, body, fixed)
+        body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
+        return self.engine.run(scheduler, plans, prompts, body | dict(self.sampling), fixed)
 
     def seconds_per_request(self, num_candidates: int, step_seconds: float) -> float:
         """Measures the overhead of a request, with rollouts of one token per candidate."""
@@ -194,18 +164,9 @@ class ServerCluster:
 class Total:
     """Totals over all steps of a row's run."""
 
-    seconds: float
-    bubble_ratio: float
-    oversubscribed: float  # bubble ratio of rollouts that ended while other prompts were unfinished; NaN without any
+    seconds: float  # of rollouts, from the first submission to the last end
     wasted: float  # share of decoded tokens that are not trained on
     off_policy: float  # share of trained tokens that an older policy sampled
-    trained: float  # tokens
-    spread: float  # standard deviation of the batches' mean lengths over their mean
-
-    @classmethod
-    def median(cls, totals: Sequence["Total"]) -> "Total":
-        """Returns the median of each field."""
-        return cls(**{name: statistics.median(getattr(t, name) for t in totals) for name in cls.__annotations__})
 
 
 class Replay(SimulatedTraining):
@@ -217,13 +178,11 @@ class Replay(SimulatedTraining):
     def __init__(
         self, row: Row, size: Size, spec: ClusterSpec, server: ServerCluster | None = None, seed: int = 0
     ) -> None:
-        self.slots = spec.max_num_seqs or (size.rows // spec.num_engines if row.capped else None)
+        slots = spec.max_num_seqs or (size.rows // spec.num_engines if row.capped else None)
         settings = ScheduleSettings(num_generations=size.num_generations, **row.settings)
-        super().__init__(size.workload, settings, replace(spec, max_num_seqs=self.slots), seed)
+        super().__init__(size.workload, settings, replace(spec, max_num_seqs=slots), seed)
         if server is not None:
             self.cluster = server  # type: ignore[assignment]
-        self.num_engines = spec.num_engines
-        self.slot_seconds: list[tuple[float, float, bool]] = []  # per rollout: used, available, oversubscribed
         self.outcome = SimulatedRun()
 
     def steps(self) -> Iterator[None]:
@@ -238,44 +197,13 @@ class Replay(SimulatedTraining):
         run = self.outcome
         decoded, trained = sum(run.pool_tokens), sum(run.kept_tokens)
         stale = sum(share * kept for share, kept in zip(run.off_policy_share, run.kept_tokens, strict=True))
-        wasted, off_policy = 1 - trained / decoded, stale / trained
-        bubbles = self._bubbles(), self._bubbles(True)
-        spread = float(np.std(run.mean_kept) / np.mean(run.mean_kept))
-        return Total(sum(run.rollout_seconds), *bubbles, wasted, off_policy, trained, spread)
-
-    def _bubbles(self, oversubscribed: bool = False) -> float:
-        used, available, _ = np.array([[0, 0, 1], *(own for own in self.slot_seconds if own[2] >= oversubscribed)]).T
-        return float(1 - used.sum() / available.sum()) if available.any() else math.nan
-
-    def rollout(self, *args: Any, **kwargs: Any) -> RolloutResult:
-        result = super().rollout(*args, **kwargs)
-        occupancy = Occupancy.of(result)
-        available = (self.slots * self.num_engines if self.slots else occupancy.peak) * occupancy.seconds
-        self.slot_seconds.append((slots_used(result, self.slots), available, bool(result.deferred)))
-        return result
-
-
-def slots_used(result: RolloutResult, slots: int | None) -> float:
-    """
-    Returns the slot-seconds in which candidates were decoded. On an engine with `slots`, others wait in its queue,
-    which the scheduler's timeline does not distinguish.
-    """
-    changes: dict[str, list[tuple[float, int]]] = {}
-    for group in [*result.groups, *result.deferred]:
-        for candidate in group.candidates:
-            if candidate.engine_id is not None:  # otherwise, it was complete before or never submitted
-                changes.setdefault(candidate.engine_id, []).extend([(candidate.started, 1), (candidate.ended, -1)])
-    area = 0.0
-    for own in changes.values():
-        times, steps = np.array(sorted(own)).T
-        area += float(np.minimum(np.cumsum(steps)[:-1], slots or np.inf) @ np.diff(times))
-    return area
+        return Total(sum(run.rollout_seconds), 1 - trained / decoded, stale / trained)
 
 
 def train(replays: Sequence[Replay], steps: int) -> list[Total]:
     """Runs one step of each in turn. The order rotates."""
     running = [replay.steps() for replay in replays]
-    for step in track(range(steps), "steps", console=console, transient=True):
+    for step in range(steps):
         for training in islice(cycle(running), step, step + len(running)):
             next(training)
     return [replay.total for replay in replays]
@@ -291,135 +219,76 @@ def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tu
             cost = cluster.seconds_per_request(size.rows, curve(min(slots or ROOM, size.rows)))
             before: Pace = pace()
             yield cluster, ClusterSpec(curve, max_num_seqs=slots, seconds_per_request=cost)
-            console.print(f"{pace().since(before)}; {cost * 1e3:.1f} ms per request")
+            print(f"{pace().since(before)}; {cost * 1e3:.1f} ms per request")
             cluster.engine.close()
 
 
+# Tables
+
+
 @dataclass(frozen=True)
-class Extent:
-    """How often a table is run: on a server, and in the simulator, whose first run has the server's lengths."""
+class Case:
+    """A table: its rows, their lengths, and the engines."""
 
-    repeats: int
-    seeds: int = 1
+    rows: Sequence[Row]
+    size: Size
+    curve: LatencyCurve = PACED
+    slots: int | None = None
+    num_engines: int = 0  # of a simulated cluster; 0: a server
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """Describes the engines for the simulator."""
+        return ClusterSpec(self.curve, self.num_engines or 1, max_num_seqs=self.slots)
 
 
-def on_server(
-    title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, extent: Extent
-) -> None:
-    """Runs all rows on a server, unless there are no repeats, and in the simulator. Prints and records a table."""
-    measured, spec = [], ClusterSpec(curve, max_num_seqs=slots)
-    if extent.repeats:
-        with server_of(curve, slots, size) as (cluster, spec):
-            for _ in range(extent.repeats):
-                measured.append(train([Replay(row, size, spec, cluster) for row in rows], size.steps))
-    predicted = [
-        train([Replay(row, size, spec, seed=seed) for row in rows], size.steps) for seed in range(extent.seeds)
+SIZE, CLUSTER = Size(32, 8, 25.0, 300, batches=4), Size(64, 8, 250.0, 5_120)
+BARE = Row("default, M_low = M", {**DEFAULT.settings, "min_num_generations": SIZE.num_generations})
+EQUAL = replace(SIZE, median=4 * SIZE.median, endless_share=0.0, equal=True)
+ORDERS = [Row(f"sorted, {own} first", {"schedule": "sorted", "submit_order": own}) for own in ("shortest", "longest")]
+CASES = {
+    **{
+        f"At a GPU's pace, {share:.1%} never end": Case([GRPO, DEFAULT, BARE], replace(SIZE, endless_share=share))
+        for share in (0.0, 0.002, 0.01)
+    },
+    "Control, equal lengths": Case([GRPO, DEFAULT], EQUAL),
+    "Control, a full engine": Case([GRPO, DEFAULT], SIZE, slots=SIZE.rows // 16),
+    "Every schedule": Case([row for row in ROWS if not row.capped], SIZE),
+    "Every schedule, with a queue": Case([GRPO, *(row for row in ROWS if row.capped)], SIZE, slots=SIZE.rows),
+    "Half a batch of slots": Case([GRPO, *ORDERS], SIZE, slots=SIZE.rows // 2),
+    **{f"{gpus} GPUs": Case(ROWS, CLUSTER, CURVES["darts"], num_engines=gpus // 2) for gpus in (16, 32, 64)},
+}
+
+
+def run(shared: Shared, engine: str, title: str, repeats: int, seeds: int, shrink: int) -> dict[str, Any]:
+    """Runs all rows of a table on the server and in the simulator, whose first seed has the server's lengths."""
+    case = CASES[title]
+    size, spec = replace(case.size, prompts=case.size.prompts // shrink), case.spec
+    runs: dict[str, list[list[Total]]] = {}
+    if engine == "server" and not case.num_engines:
+        with server_of(case.curve, case.slots, size) as (cluster, spec):
+            own = [train([Replay(row, size, spec, cluster) for row in case.rows], size.steps) for _ in range(repeats)]
+            runs["measured"] = own
+    runs["simulated"] = [
+        train([Replay(row, size, spec, seed=seed) for row in case.rows], size.steps) for seed in range(seeds)
     ]
-    keep(title, size, rows, measured=measured, simulated=predicted)
-    totals = list(zip(*(measured or predicted), strict=True))
-    show(f"{title}: {size}", rows, totals, predicted[0] if measured else None)
+    found: dict[str, Any] = {"size": str(size)}
+    for kind, every in runs.items():
+        totals = zip(case.rows, zip(*every, strict=True), strict=True)
+        found[kind] = {row.name: [asdict(total) for total in own] for row, own in totals}
+    return found
 
 
-def keep(title: str, size: Size, rows: Sequence[Row], **runs: Sequence[Sequence[Total]]) -> None:
-    """Appends a table to the results: of each row the totals of each run, on a server and in the simulator."""
-    totals = {
-        kind: {
-            row.name: [asdict(total) for total in own] for row, own in zip(rows, zip(*every, strict=True), strict=True)
-        }
-        for kind, every in runs.items()
-        if every
-    }
-    record("schedules", {"title": title, "size": str(size), **totals})
-
-
-def shares(size: Size, curve: LatencyCurve, extent: Extent) -> None:
-    """Runs the default against grpo for growing shares of endless answers, and on the controls."""
-    bare = Row("default, M_low = M", {**DEFAULT.settings, "min_num_generations": size.num_generations})
-    for share in (0.0, 0.002, 0.01):
-        own = replace(size, endless_share=share)
-        on_server(f"At a GPU's pace, {share:.1%} never end", [GRPO, DEFAULT, bare], own, curve, None, extent)
-    equal = replace(size, median=4 * size.median, endless_share=0.0, equal=True)
-    on_server("Control, equal lengths", [GRPO, DEFAULT], equal, curve, None, extent)
-    on_server("Control, a full engine", [GRPO, DEFAULT], size, curve, size.rows // 16, extent)
-
-
-def schedules(size: Size, curve: LatencyCurve, extent: Extent) -> None:
-    """Runs every schedule."""
-    for capped in (False, True):
-        rows = [GRPO, *(row for row in ROWS if row.capped == capped and row is not GRPO)]
-        title = "Every schedule" + (", with a queue" if capped else "")
-        on_server(title, rows, size, curve, size.rows if capped else None, extent)
-
-
-def order(size: Size, curve: LatencyCurve, extent: Extent) -> None:
-    """Runs the sorted schedule with the shortest and with the longest candidates first."""
-    rows = [Row(f"sorted, {first} first", {"schedule": "sorted", "submit_order": first}) for first in ORDERS]
-    on_server("Half a batch of slots", [GRPO, *rows], size, curve, size.rows // 2, extent)
-
-
-def on_simulator(size: Size, seeds: int, gpus: int) -> None:
-    """Prints the table of a simulated cluster."""
-    spec = ClusterSpec(CURVE, gpus // 2)
-    runs = [train([Replay(row, size, spec, seed=seed) for row in ROWS], size.steps) for seed in range(seeds)]
-    keep(f"{gpus} GPUs", size, ROWS, simulated=runs)
-    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {seeds} seeds", ROWS, list(zip(*runs, strict=True)))
-
-
-def show(
-    title: str, rows: Sequence[Row], totals: Sequence[Sequence[Total]], predicted: Sequence[Total] | None = None
-) -> None:
-    """Prints a table with the first row as the baseline."""
-    table = Table(title=title)
-    columns = ["seconds", "vs grpo", "bubble (oversub.)", "wasted", "off-policy", "trained on", "spread"]
-    for name in ("schedule", *columns, *(["simulated"] if predicted else [])):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
-    for index, row in enumerate(rows):
-        own = Total.median(totals[index])
-        ratios = [b.seconds / t.seconds for b, t in zip(totals[0], totals[index], strict=True)]
-        over = "" if math.isnan(own.oversubscribed) else f" ({own.oversubscribed:.0%})"
-        cells = [
-            f"{own.seconds:.1f}",
-            ratio(ratios),
-            f"{own.bubble_ratio:.0%}{over}",
-            f"{own.wasted:.0%}",
-            f"{own.off_policy:.0%}",
-            f"{own.trained:,.0f}",
-            f"{own.spread:.2f}",
-        ]
-        table.add_row(
-            row.name, *cells, *([f"{predicted[0].seconds / predicted[index].seconds:.2f}"] if predicted else [])
-        )
-    console.print(table)
-
-
-def main() -> None:
-    """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("shares", "schedules", "order", "simulator")
-    parser.add_argument("--repeats", type=int, default=2, help="repeats of each row on the server")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds of each row on the simulator")
-    parser.add_argument("--only", choices=parts, help="run one part")
-    parser.add_argument("--curve", choices=CURVES, default="llama-8b", help="latency curve of the server")
-    parser.add_argument("--scale", type=float, default=SCALE, help="slowdown factor of that curve")
-    parser.add_argument("--virtual", action="store_true", help="simulate alone, without a server")
-    parser.add_argument("--quick", action="store_true", help="smoke test: small and noisy")
-    args = parser.parse_args()
-    server = Size(8, 4, 25.0, 100, batches=2) if args.quick else Size(32, 8, 25.0, 300, batches=4)
-    cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
-    if args.quick:
-        args.repeats = args.seeds = 1
-    extent = Extent(0, args.seeds) if args.virtual else Extent(args.repeats)
-    curve = scaled(CURVES[args.curve], args.scale, NUM_ENGINES)
-    for part in (args.only,) if args.only else parts:
-        if part == "shares":
-            shares(server, curve, extent)
-        elif part == "schedules":
-            schedules(server, curve, extent)
-        elif part == "order":
-            order(server, curve, extent)
-        for gpus in (16, 32, 64) if part == "simulator" else ():
-            on_simulator(cluster, args.seeds, gpus)
-
+BENCHMARK = Benchmark(
+    "schedules",
+    __doc__,
+    {"engine": ["server", "virtual"], "title": list(CASES)},
+    run,
+    parts.schedules,
+    options={"repeats": 2, "seeds": 2, "shrink": 1},
+    usual={"engine": ["server"]},
+    quick={"title": ["At a GPU's pace, 0.2% never end", "16 GPUs"], "repeats": 1, "seeds": 1, "shrink": 8},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,32 +1,32 @@
-"""Shared by benchmarks: a real vLLM server of a heavy-tailed model, and the config of a run on a CPU."""
+"""Shared by benchmarks: a real vLLM server of a heavy-tailed model, and trainers on a CPU."""
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers import PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+from trl import GRPOTrainer
+
 from benchmarks.models import make_markov_model, make_tokenizer
 from benchmarks.vllm_server import free_port, start_vllm_server
-from trl_darts import DARTSGRPOConfig
+from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from trl_darts.engines.vllm_generation import synced_generation
 
 
 @contextmanager
-def benchmark_server(base_url: str | None = None, **options: Any) -> Iterator[tuple[str, Path]]:
-    """
-    Yields the address of a server of the Markov model, and the model's directory. A server is started with these
-    options of `start_vllm_server` unless `base_url` names a running one.
-    """
+def benchmark_server(**options: Any) -> Iterator[tuple[str, Path]]:
+    """Yields the address of a server of the Markov model, and the model's directory."""
     with tempfile.TemporaryDirectory() as directory:
         model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
-        if base_url is not None:
-            yield base_url, model_dir
-        else:
-            with start_vllm_server(model_dir, **options) as server:
-                yield server.base_url, model_dir
+        with start_vllm_server(model_dir, **options) as server:
+            yield server.base_url, model_dir
 
 
-def training_args(base_url: str, output_dir: str | Path, **fields: Any) -> DARTSGRPOConfig:
+def training_args(base_url: str | None, output_dir: str | Path, **fields: Any) -> DARTSGRPOConfig:
     """Returns a config for a CPU and servers, given with commas. It logs each step and saves no checkpoints."""
     defaults: dict[str, Any] = {
         "defer_unsettled_groups": False,  # each part is measured alone
@@ -42,3 +42,34 @@ def training_args(base_url: str, output_dir: str | Path, **fields: Any) -> DARTS
         "report_to": [],
     }
     return DARTSGRPOConfig(output_dir=str(output_dir), **{**defaults, **fields})
+
+
+def make_trainer(
+    model: Any, reward: Any, args: Any, dataset: Any, tokenizer: Any = None, kind: Any = DARTSGRPOTrainer
+) -> Any:
+    """Returns a trainer that prints nothing."""
+    disable_progress_bar()
+    trainer = kind(model, reward, args, dataset, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class TRLTrainer(GRPOTrainer):
+    """TRL's class, with our connection to the server: TRL's client refuses one without CUDA."""
+
+    def __init__(self, model: Any, reward: Any, args: Any, dataset: Any, processing_class: Any = None) -> None:
+        with synced_generation(args, model, dataset):
+            super().__init__(model, reward, args, dataset, processing_class=processing_class)
+
+
+class StepSeconds(TrainerCallback):
+    """Adds the seconds of each step to the log."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins to measure."""
+        self.begun = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Extends the step's entry in the log."""
+        if "reward" in (logs or {}):
+            state.log_history[-1]["step_seconds"] = time.perf_counter() - self.begun

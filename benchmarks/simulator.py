@@ -1,16 +1,7 @@
 """
-Compares the simulator with a real server and with the paper, and measures its speed.
+Speed-ups in virtual time: the paper's tables, spare candidates, slots and engines.
 
-    python benchmarks/simulator.py parity [--steps 12]
-    python benchmarks/simulator.py paper [--steps 40] [--seeds 3]
-    python benchmarks/simulator.py spare [--steps 50] [--seeds 5]
-    python benchmarks/simulator.py slots [--steps 24] [--seeds 3]
-    python benchmarks/simulator.py engines [--steps 50] [--seeds 5]
-    python benchmarks/simulator.py speed [--steps 500]
-
-parity: replays rollouts that a trainer recorded, with a curve measured on the same server. Profile and run alternate,
-so that the load of a shared machine affects both. The trainer runs with a learning rate of 0. Only the cost of a
-request is fitted, with rollouts of one token per candidate.
+    python -m benchmarks.simulator [--parts paper,spare,slots,engines] [--steps 40] [--seeds 3]
 
 paper: Tables 3 (ablation), 4 (dual-end ratio), 5 (scale) and Figure 8 (tail batching) of the DARTS paper, for several
 shares of endless answers. The assumptions were not tuned to the paper: a log-normal workload similar to Figure 1, an
@@ -24,17 +15,9 @@ slots: the same by the number of sequences that are decoded at once, also where 
 
 engines: the same by the number of engines, on published lengths. With few engines all are full by their latency, and
 no limit tells the budget.
-
-speed: a run of 512 prompts × 16 per step on one core. The target for 500 steps is 60 s.
-
-Results are appended to benchmarks/results/simulator.jsonl, from which `python -m benchmarks.report` makes the tables.
 """
 
-import argparse
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,122 +25,24 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from datasets import Dataset
-from rich.console import Console
-
 from benchmarks.cells import geometric, ratio, table
-from benchmarks.lines import latest, record
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.lines import latest, read
 from benchmarks.pacing import CURVES
-from benchmarks.servers import benchmark_server, training_args
-from trl_darts import DARTSGRPOTrainer
-from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import (
     ASSUMED_CLUSTER,
     LLAMA_8B_NIM,
     WORKLOADS,
     ClusterSpec,
     LogNormalLengths,
-    RecordedRun,
-    SimulatedTraining,
     Workload,
     compare,
 )
-from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.policy import LatencyCurve
-from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
+from trl_darts.scheduling import ScheduleSettings
 
 
 M = 8
-console = Console()
-
-PROMPTS, LIMIT = 16, 768
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_NUM_SEQS = BATCHES[-1]  # DARTS submits more, so that some wait in the server's queue
-ROWS: dict[str, dict[str, Any]] = {
-    "grpo": {"schedule": "grpo"},
-    "darts (paper)": {"schedule": "darts", "long_end_patience": None},
-    "darts": {"schedule": "darts"},
-}
-
-
-def parity(steps: int) -> None:
-    """Records real and predicted seconds, and how many groups have the same rows."""
-    with (
-        benchmark_server(max_model_len=1024, max_num_seqs=MAX_NUM_SEQS) as (url, model_dir),
-        tempfile.TemporaryDirectory() as out,
-    ):
-        before = measured_curve(url)
-        for name, fields in ROWS.items():
-            run_dir = Path(out) / name
-            trainer = train(url, model_dir, run_dir, fields, steps)
-            after = measured_curve(url)
-            curve = LatencyCurve.fit(BATCHES, [(before(size) + after(size)) / 2 for size in BATCHES])
-            request = seconds_per_request(url, trainer.vllm_generation.facts.model)
-            spec = ClusterSpec(curve, max_num_seqs=MAX_NUM_SEQS, seconds_per_request=request)
-            keep("parity", schedule=name, **replayed(run_dir, trainer.args, spec))
-            before = after
-
-
-def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> dict[str, Any]:
-    """Replays a run, and returns real and predicted seconds, and how many groups have the same rows."""
-    real, predicted, same, groups = [], [], 0, 0
-    for rollout in list(RecordedRun(run_dir).rollouts())[1:]:  # the first one warms up
-        result = rollout.replay(settings, spec, LIMIT)
-        real.append(rollout.seconds)
-        predicted.append(result.timeline.times[-1] - result.timeline.times[0])
-        same += sum(g.selected == kept for g, kept in zip(result.groups, rollout.selected, strict=True))
-        groups += len(rollout.plans)
-    return {"real": real, "predicted": predicted, "same": same, "groups": groups}
-
-
-def measured_curve(url: str) -> LatencyCurve:
-    """Measures the curve up to the largest batch of the rollouts."""
-    options = ProfileOptions((url,), batch_sizes=BATCHES, context_lengths=(128,), repeats=2)
-    return profile_servers(options).profile.curve
-
-
-def seconds_per_request(url: str, model: str) -> float:
-    """Measures the cost of a request, with rollouts of one token per candidate."""
-    engine = VLLMServerEngine([url])
-    body = {"model": model, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
-    prompts = [[ServerPrompt([60 + index % 40, 61])] for index in range(PROMPTS)]
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M)
-        engine.run(scheduler, [GroupPlan(index, M) for index in range(PROMPTS)], prompts, body)
-        times.append((time.perf_counter() - start) / (PROMPTS * M))
-    engine.close()
-    return min(times)
-
-
-def train(url: str, model_dir: Path, out: Path, fields: dict[str, Any], steps: int) -> DARTSGRPOTrainer:
-    """Runs the trainer on the server, and records its rollouts."""
-    args = training_args(
-        url,
-        out,
-        **fields,
-        num_generations=M,
-        per_device_train_batch_size=PROMPTS * M,
-        max_completion_length=LIMIT,
-        max_steps=steps,
-        learning_rate=0.0,
-        save_rollout_trace=True,
-    )
-    prompts = Dataset.from_list([{"prompt": f"{index}:"} for index in range(PROMPTS)])
-    trainer = DARTSGRPOTrainer(str(model_dir), reward_funcs=length_reward, args=args, train_dataset=prompts)
-    trainer.train()
-    return trainer
-
-
-def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Returns rewards that differ between rows."""
-    return [float(len(ids) % 7) for ids in completion_ids]
-
-
+Lines = list[dict[str, Any]]
 CURVE = CURVES["darts"]
 SHARES = (0.0, 0.0003, 0.001, 0.002, 0.01)
 SHAPINGS = (0.0, 0.05)
@@ -196,19 +81,15 @@ PAPER = [
 ]
 
 
-def paper(steps: int, seeds: int) -> None:
-    """Records speed-ups of whole steps over GRPO, by the share of endless answers."""
+def paper(steps: int, seeds: int) -> Lines:
+    """Speed-ups of whole steps over GRPO, by the share of endless answers."""
     cases = list(product(SHAPINGS, SHARES))
     with ProcessPoolExecutor() as pool:
         every = pool.map(partial(speedups, steps, seeds), *zip(*cases, strict=True))
-        for (shaping, share), found in zip(cases, every, strict=True):
-            keep("paper", steps=steps, seeds=seeds, shaping=shaping, share=share, speedups=found)
-
-
-def keep(part: str, **line: Any) -> None:
-    """Prints and appends a result."""
-    console.print({"part": part, **line})
-    record("simulator", {"part": part, **line})
+        return [
+            {"shaping": shaping, "share": share, "speedups": found}
+            for (shaping, share), found in zip(cases, every, strict=True)
+        ]
 
 
 def speedups(steps: int, seeds: int, shaping: float, share: float) -> dict[str, list[float]]:
@@ -233,17 +114,19 @@ def speedups(steps: int, seeds: int, shaping: float, share: float) -> dict[str, 
 
 SPARE = (8, 9, 10, 11, 12)  # `min_num_generations`
 DEFAULT = ScheduleSettings("darts", num_generations=M)
+BOTH = {"grpo": GRPO, "default": DEFAULT}
 
 
-def spare(steps: int, seeds: int) -> None:
-    """Records speed-ups of rollouts over GRPO by `min_num_generations`, for some shares of endless answers."""
-    settings = {str(least): replace(DEFAULT, min_num_generations=least) for least in SPARE}
+def spare(steps: int, seeds: int) -> Lines:
+    """Speed-ups of rollouts over GRPO by `min_num_generations`, for some shares of endless answers."""
+    settings = {"grpo": GRPO, **{str(least): replace(DEFAULT, min_num_generations=least) for least in SPARE}}
+    lines = []
     for share in (0.0, 0.002, 0.01):
         lengths = replace(WORKLOADS["llama_8b_deepscaler"], endless_share=share)
         workload = Workload(lengths, 128, 32_768, redraws=True)
-        outcomes = compare(workload, {"grpo": GRPO, **settings}, ASSUMED_CLUSTER, steps, seeds)
-        found = {outcome.name: outcome.speedups for outcome in outcomes[1:]}
-        keep("spare", steps=steps, seeds=seeds, share=share, speedups=found)
+        outcomes = compare(workload, settings, ASSUMED_CLUSTER, steps, seeds)
+        lines.append({"share": share, "speedups": {outcome.name: outcome.speedups for outcome in outcomes[1:]}})
+    return lines
 
 
 SLOT_PROMPTS, SLOT_ENGINES = 64, 4
@@ -257,40 +140,28 @@ LENGTHS = {  # deviations of log-lengths between and within prompts, and the sha
 }
 
 
-def slots(steps: int, seeds: int) -> None:
-    """Records speed-ups of the default's rollouts over GRPO, by lengths and slots."""
+def slots(steps: int, seeds: int) -> Lines:
+    """Speed-ups of the default's rollouts over GRPO, by lengths and slots."""
+    lines = []
     for name, (between, within, endless) in LENGTHS.items():
         lengths = LogNormalLengths(1_024, 2_748.0, between, within, endless_share=endless)
         workload, found = Workload(lengths, SLOT_PROMPTS, 32_768, redraws=True), {}
         for label, limit in SLOTS.items():
             cluster = ClusterSpec(LLAMA_8B_NIM, SLOT_ENGINES, max_num_seqs=limit and limit // SLOT_ENGINES)
-            settings = {"grpo": GRPO, "default": DEFAULT}
-            found[label] = compare(workload, settings, cluster, steps, seeds)[1].speedups
-        keep("slots", steps=steps, seeds=seeds, lengths=name, speedups=found)
+            found[label] = compare(workload, BOTH, cluster, steps, seeds)[1].speedups
+        lines.append({"lengths": name, "speedups": found})
+    return lines
 
 
-def engines(steps: int, seeds: int) -> None:
-    """Records speed-ups of the default's rollouts over GRPO, by published lengths and the number of engines."""
+def engines(steps: int, seeds: int) -> Lines:
+    """Speed-ups of the default's rollouts over GRPO, by published lengths and the number of engines."""
+    lines = []
     for name, lengths in WORKLOADS.items():
-        found = {}
-        for number in (1, 2, 4, 8):
-            cluster = ClusterSpec(LLAMA_8B_NIM, number)
-            settings = {"grpo": GRPO, "default": DEFAULT}
-            outcomes = compare(Workload(lengths, 128, 32_768, redraws=True), settings, cluster, steps, seeds)
-            found[str(number)] = outcomes[1].speedups
-        keep("engines", steps=steps, seeds=seeds, lengths=name, speedups=found)
-
-
-def speed(steps: int) -> None:
-    """Records processor seconds and candidates of a run of each schedule."""
-    curve = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062])
-    workload = Workload(LogNormalLengths(10_000, endless_share=0.005), 512, 16_384)
-    for name, fields in ROWS.items():
-        start = time.process_time()
-        settings = ScheduleSettings(num_generations=16, **fields)
-        run = SimulatedTraining(workload, settings, ClusterSpec(curve, num_engines=8)).run(steps)
-        seconds = time.process_time() - start
-        keep("speed", schedule=name, steps=steps, seconds=seconds, candidates=int(sum(run.candidates)))
+        workload = Workload(lengths, 128, 32_768, redraws=True)
+        clusters = {str(number): ClusterSpec(LLAMA_8B_NIM, number) for number in (1, 2, 4, 8)}
+        found = {number: compare(workload, BOTH, own, steps, seeds)[1].speedups for number, own in clusters.items()}
+        lines.append({"lengths": name, "speedups": found})
+    return lines
 
 
 # The report
@@ -358,22 +229,33 @@ def engines_table(lines: Sequence[Mapping[str, Any]]) -> str:
     return table(header, [[line["lengths"], *map(ratio, line["speedups"].values())] for line in own])
 
 
-def main() -> None:
-    """Runs one of the benchmarks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    timed: dict[str, tuple[Callable[[int], None], int]] = {"parity": (parity, 12), "speed": (speed, 500)}
-    virtual = {"paper": (paper, 40, 3), "spare": (spare, 50, 5), "slots": (slots, 24, 3), "engines": (engines, 50, 5)}
-    parser.add_argument("part", choices=[*timed, *virtual])
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seeds", type=int, help="of the parts in virtual time")
-    args = parser.parse_args()
-    if args.part in timed:
-        run, steps = timed[args.part]
-        run(args.steps or steps)
-    else:
-        compute, steps, seeds = virtual[args.part]
-        compute(args.steps or steps, args.seeds or seeds)
+def tables(results: Path) -> str:
+    """Returns the tables of the parts that have lines."""
+    lines = read(results / "simulator.jsonl")
+    kinds = {"paper": paper_tables, "spare": spare_table, "slots": slots_table, "engines": engines_table}
+    return "\n\n".join(kinds[part](lines) for part in kinds if any(line["part"] == part for line in lines))
 
+
+PARTS = {"paper": (paper, 40, 3), "spare": (spare, 50, 5), "slots": (slots, 24, 3), "engines": (engines, 50, 5)}
+
+
+def run(shared: Shared, part: str, steps: int, seeds: int) -> Lines:
+    """Computes a part."""
+    compute, usual_steps, usual_seeds = PARTS[part]
+    size = {"steps": steps or usual_steps, "seeds": seeds or usual_seeds}
+    return [{**size, **line} for line in compute(**size)]
+
+
+BENCHMARK = Benchmark(
+    "simulator",
+    __doc__,
+    {"part": list(PARTS)},
+    run,
+    tables,
+    options={"steps": 0, "seeds": 0},
+    quick={"steps": 2, "seeds": 1},
+    resumes=False,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,8 +1,7 @@
 """
 Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server.
 
-    python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu]
-                                 [--only-tables]
+    python -m benchmarks.smollm2 [--machines cpu,gpu] [--arms grpo,default] [--seeds 0,1,2] [--minutes 60]
 
 9 steps of 8 prompts × 8 rows, in which 24 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
 16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
@@ -11,48 +10,38 @@ at the end, outside the seconds of the steps. TRL's own class, with our connecti
 one without CUDA), runs for three steps, for its seconds alone. Two arms have a server that drafts (`suffix`), one of
 them without learning.
 
-A run takes a quarter of an hour on two quiet cores, and its log is in `benchmarks/results/smollm2.ARM.seedN.json` then
-(`smollm2.gpu.ARM.seedN.json`). A later call makes the runs that are missing. With `--minutes`, no run begins later
-than that. Seconds of runs that had the machine to themselves are seconds; of others, only the tokens count.
+A run takes a quarter of an hour on two quiet cores. Seconds of runs that had the machine to themselves are seconds; of
+others, only the tokens count.
 """
 
-import argparse
-import json
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
 
 import numpy as np
 import torch
-from tasks import TEMPERATURE, accuracy_reward, make_dataset
-from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOTrainer
 
 from benchmarks import cells
-from benchmarks.servers import training_args
+from benchmarks.cells import Pairs, Run
+from benchmarks.harness import Benchmark, Shared, load, main
+from benchmarks.servers import StepSeconds, TRLTrainer, make_trainer, training_args
 from benchmarks.smollm2_rollouts import (
     CHECKPOINT,
     MACHINES,
     NUM_GENERATIONS,
-    RESULTS,
-    ROOT,
+    TEMPERATURE,
     Machine,
+    accuracy_reward,
+    make_dataset,
     sample,
     score,
     smollm2_server,
     tokens_of,
 )
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.engines.vllm_generation import synced_generation
-from trl_darts.serving.options import SPECULATIVE
 
 
 TRL_STEPS, NUM_EPOCHS = 3, 3
@@ -94,80 +83,52 @@ SETTINGS = {
 }
 
 
-class TRLTrainer(GRPOTrainer):
-    """TRL's class, with our connection to the server."""
-
-    def __init__(self, model: Any, reward: Any, args: Any, dataset: Any) -> None:
-        with synced_generation(args, model, dataset):
-            super().__init__(model, reward, args, dataset)
-
-
-class StepSeconds(TrainerCallback):
-    """Adds the seconds of each step to the log."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins to measure."""
-        self.begun = time.perf_counter()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Extends the step's entry in the log."""
-        if "reward" in (logs or {}):
-            state.log_history[-1]["step_seconds"] = time.perf_counter() - self.begun
-            print(f"step {state.global_step}: {state.log_history[-1]['step_seconds']:.0f} s", flush=True)
+@contextmanager
+def server_of(setting: str, drafts: bool) -> Iterator[str]:
+    """Yields the address of a server."""
+    with smollm2_server(SETTINGS[setting].machine, method="suffix" if drafts else None) as url:
+        yield url
 
 
-def file_of(arm: str, seed: int, results: Path, setting: Setting) -> Path:
-    return results / f"{setting.prefix}.{arm}.seed{seed}.json"
+def run(shared: Shared, machine: str, seed: int, arm: str, steps: int, tests: int) -> dict[str, Any]:
+    """Trains one arm, and returns its log and its scores before and after."""
+    if machine == "cpu":
+        torch.set_num_threads(2)  # the server is idle while the trainer computes
+    url, setting = shared(server_of, machine, arm in DRAFTING), SETTINGS[machine]
+    test, ends = make_dataset(tests, "test"), {}
+    with TemporaryDirectory() as directory:
+        trainer = trainer_of(arm, seed, url, setting, steps or setting.steps, directory)
+        trainer.add_callback(StepSeconds())
+        if arm != TRL:
+            ends["0"] = held_out(trainer, url, test, setting.machine.limit)
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
+        if arm != TRL:
+            ends[str(len(log))] = held_out(trainer, url, test, setting.machine.limit)
+        trainer.vllm_generation.engine.close()
+    return {"settings": ARMS[arm], "steps": log, "held_out": ends}
 
 
-def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]:
-    """Returns the steps and the held-out scores of a run, none if it was not made yet."""
-    path = file_of(arm, seed, results, setting)
-    empty: dict[str, Any] = {"arm": arm, "seed": seed, "settings": ARMS[arm], "steps": [], "held_out": {}}
-    return json.loads(path.read_text()) if path.exists() else empty
-
-
-def missing(arms: Sequence[str], seeds: Sequence[int], results: Path, setting: Setting) -> list[tuple[int, str]]:
-    """Returns the runs that were not made yet, the arms of a seed one after the other."""
-    return [(seed, arm) for seed, arm in product(seeds, arms) if not load(arm, seed, results, setting)["steps"]]
-
-
-def make_run(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
-    """Trains and stores the log."""
-    run = load(arm, seed, results, setting)
-    trainer = make_trainer(arm, seed, url, setting)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(StepSeconds())
-    test = make_dataset(NUM_TEST, "test")
-    if arm != TRL:
-        run["held_out"]["0"] = held_out(trainer, url, test, setting.machine.limit)
-    trainer.train()
-    run["steps"] = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
-    if arm != TRL:
-        run["held_out"][str(len(run["steps"]))] = held_out(trainer, url, test, setting.machine.limit)
-    trainer.vllm_generation.engine.close()
-    write(file_of(arm, seed, results, setting), run)
-    print(arm, seed, len(run["steps"]), run["held_out"], flush=True)
-
-
-def make_trainer(arm: str, seed: int, url: str, setting: Setting) -> Any:
+def trainer_of(arm: str, seed: int, url: str, setting: Setting, steps: int, directory: str) -> Any:
+    """Returns the trainer of an arm."""
     machine = setting.machine
     args = training_args(
         url,
-        ROOT / "outputs" / "smollm2-training",
+        directory,
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=setting.micro_batch,
         gradient_accumulation_steps=machine.rows // setting.micro_batch,
         max_completion_length=machine.limit,
         temperature=TEMPERATURE,
-        max_steps=TRL_STEPS if arm == TRL else setting.steps,
+        max_steps=min(TRL_STEPS, steps) if arm == TRL else steps,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
         seed=seed,
         **{"bf16": True, "learning_rate": 1e-5, **setting.config, **ARMS[arm]},
     )
-    make = TRLTrainer if arm == TRL else DARTSGRPOTrainer
-    return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(machine.prompts * setting.steps // NUM_EPOCHS))
+    data = make_dataset(machine.prompts * setting.steps // NUM_EPOCHS)
+    kind = TRLTrainer if arm == TRL else DARTSGRPOTrainer
+    return make_trainer(str(CHECKPOINT), accuracy_reward, args, data, kind=kind)
 
 
 def held_out(trainer: Any, url: str, test: Any, limit: int) -> dict[str, float]:
@@ -178,15 +139,12 @@ def held_out(trainer: Any, url: str, test: Any, limit: int) -> dict[str, float]:
     cut = [choice["finish_reason"] == "length" for choice in choices]
     accuracy = float(np.mean(score(test, choices, NUM_ANSWERS)))
     values = {"accuracy": accuracy, "tokens": float(np.mean(lengths)), "p99": float(np.percentile(lengths, 99))}
-    return {name: round(value, 4) for name, value in (values | {"cut": float(np.mean(cut))}).items()}
+    return values | {"cut": float(np.mean(cut))}
 
 
-def write(path: Path, run: Mapping[str, Any]) -> None:
-    """Writes all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(run, indent=1))
-    part.rename(path)
+def file_of(run: Run) -> str:
+    """Returns the name of a run's file."""
+    return f"{SETTINGS[run['machine']].prefix}.{run['arm']}.seed{run['seed']}.json"
 
 
 # The report
@@ -196,28 +154,23 @@ def mean_of(run: Mapping[str, Any], name: str) -> float:
     return float(np.mean([step.get(name, np.nan) for step in run["steps"]]))
 
 
-def runs_of(results: Path, seeds: Sequence[int], setting: Setting) -> dict[str, list[dict[str, Any]]]:
-    """Returns the runs that were made, by arm."""
-    runs = {arm: [load(arm, seed, results, setting) for seed in seeds] for arm in ARMS}
-    made = {arm: [run for run in own if run["steps"]] for arm, own in runs.items()}
-    return {arm: own for arm, own in made.items() if own}
+def runs_of(results: Path, machine: str) -> list[dict[str, Any]]:
+    """Returns the runs that were made."""
+    files = (results / file_of({"machine": machine, "arm": arm, "seed": seed}) for arm in ARMS for seed in SEEDS)
+    return [run for file in files for run in load(file) if run["steps"]]
 
 
-Pair = tuple[dict[str, Any], dict[str, Any]]
-
-
-def pairs_of(runs: Mapping[str, Sequence[dict[str, Any]]], arm: str) -> list[Pair]:
+def pairs_of(runs: Sequence[Run], arm: str) -> Pairs:
     """Returns each run of an arm beside GRPO's of the same seed, over as many steps."""
-    bases = {run["seed"]: run for run in runs.get(BASELINE, [])}
-    pairs = [(run, bases[run["seed"]]) for run in runs[arm] if run["seed"] in bases]
+    pairs = cells.pairs_of(runs, arm)
     return [(_first(own, len(base["steps"])), _first(base, len(own["steps"]))) for own, base in pairs]
 
 
-def speed_table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS["cpu"]) -> str:
+def speed_table(results: Path, machine: str) -> str:
     """Returns a line for each arm: speed-ups over GRPO's run of the same seed, over as many steps."""
-    runs, rows = runs_of(results, seeds, setting), []
-    for arm, own in runs.items():
-        pairs = pairs_of(runs, arm)
+    runs, rows = runs_of(results, machine), []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own, pairs = [run for run in runs if run["arm"] == arm], pairs_of(runs, arm)
         seconds = cells.mean([mean_of(run, "step_seconds") for run in own])
         speeds = [
             _ratio([mean_of(base, name) / mean_of(run, name) for run, base in pairs])
@@ -227,14 +180,14 @@ def speed_table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS
     return cells.table(["arm (seeds)", "steps", "seconds per step", "step", "rollout"], rows)
 
 
-def learned_table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS["cpu"]) -> str:
+def learned_table(results: Path, machine: str) -> str:
     """Returns a line for each arm: plain sampling on prompts that were never trained on."""
-    rows = []
-    for arm, runs in runs_of(results, seeds, setting).items():
-        ends = [list(run["held_out"].values()) for run in runs if len(run["held_out"]) > 1]
-        if ends:
-            before, after = (cells.mean([own[place]["accuracy"] for own in ends]) for place in (0, -1))
-            last = [cells.mean([own[-1][name] for own in ends]) for name in ("tokens", "cut")]
+    runs, rows = runs_of(results, machine), []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = [run["held_out"].values() for run in runs if run["arm"] == arm and len(run["held_out"]) > 1]
+        if ends := [list(scores) for scores in own]:
+            before, after = (cells.mean([scores[place]["accuracy"] for scores in ends]) for place in (0, -1))
+            last = [cells.mean([scores[-1][name] for scores in ends]) for name in ("tokens", "cut")]
             rows.append([f"{arm} ({len(ends)})", before, after, *last])
     return cells.table(["arm (seeds)", "right before", "right after", "tokens", "cut off"], rows)
 
@@ -247,20 +200,20 @@ PARTS = {
 }
 
 
-def parts_table(results: Path, seeds: Sequence[int], setting: Setting) -> str:
+def parts_table(results: Path, machine: str) -> str:
     """Returns where the seconds of a step go, for GRPO and the default."""
-    runs = runs_of(results, seeds, setting)
-    rows = [
-        [arm, *(cells.mean([mean_of(run, name) for run in runs[arm]]) for name in PARTS.values())]
-        for arm in (BASELINE, "default")
-    ]
+    runs, rows = runs_of(results, machine), []
+    for arm in (BASELINE, "default"):
+        own = [run for run in runs if run["arm"] == arm]
+        rows.append([arm, *(cells.mean([mean_of(run, name) for run in own]) for name in PARTS.values())])
     return cells.table(["arm", *PARTS], rows)
 
 
-def progress_table(results: Path, seeds: Sequence[int], setting: Setting) -> str:
+def progress_table(results: Path, machine: str) -> str:
     """Returns the default's speed-up in each third of the steps, and with GRPO's weight syncs."""
-    pairs = pairs_of(runs_of(results, seeds, setting), "default")
-    thirds = [slice(place * setting.steps // 3, (place + 1) * setting.steps // 3) for place in range(3)]
+    pairs = pairs_of(runs_of(results, machine), "default")
+    steps = SETTINGS[machine].steps
+    thirds = [slice(place * steps // 3, (place + 1) * steps // 3) for place in range(3)]
     speeds = [_ratio([_seconds(base, third) / _seconds(own, third) for own, base in pairs]) for third in thirds]
     sync = "darts/sync/seconds"
     equal = [
@@ -271,10 +224,10 @@ def progress_table(results: Path, seeds: Sequence[int], setting: Setting) -> str
     return cells.table(header, [["default", *speeds, cells.ratio(equal)]])
 
 
-def rounds_table(results: Path, seeds: Sequence[int], setting: Setting) -> str:
+def rounds_table(results: Path, machine: str) -> str:
     """Returns the default's speed-up over pairs of the same seed and step, in bounded and in long rounds."""
     speeds: dict[bool, list[float]] = {False: [], True: []}
-    for own, base in pairs_of(runs_of(results, seeds, setting), "default"):
+    for own, base in pairs_of(runs_of(results, machine), "default"):
         for mine, theirs in zip(own["steps"], base["steps"], strict=True):
             is_long = bool(mine["darts/buffer/long_round"])
             speeds[is_long].append(theirs["step_seconds"] / mine["step_seconds"])
@@ -296,35 +249,27 @@ def _ratio(values: Sequence[float]) -> str:
     return cells.ratio([value for value in values if not np.isnan(value)])
 
 
-def main() -> None:
-    """Trains what is missing and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=",".join(ARMS), help="some of them, with commas")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins later")
-    parser.add_argument("--machine", choices=SETTINGS, default="cpu")
-    parser.add_argument("--base-url", help="a running server of the checkpoint, instead of a new one")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only-tables", action="store_true", help="train nothing")
-    options = parser.parse_args()
-    arms, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
-    if unknown := set(arms) - set(ARMS):
-        parser.error(f"--arms ({', '.join(sorted(unknown))}) must be some of {', '.join(ARMS)}.")
-    if options.base_url and (drafting := set(arms) & set(DRAFTING)):
-        parser.error(f"--arms ({', '.join(sorted(drafting))}) need servers of their own. Leave out --base-url.")
-    setting = SETTINGS[options.machine]
-    deadline = time.monotonic() + 60 * options.minutes
-    if not options.only_tables:
-        if options.machine == "cpu":
-            torch.set_num_threads(2)  # the server is idle while the trainer computes
-        for seed, arm in missing(arms, seeds, options.results, setting):
-            if time.monotonic() > deadline:
-                break
-            method = SPECULATIVE["suffix"] if arm in DRAFTING else None
-            with smollm2_server(None, setting.machine, options.base_url, speculative_config=method) as url:
-                make_run(arm, seed, url, options.results, setting)
-    print(speed_table(options.results, seeds, setting), learned_table(options.results, seeds, setting), sep="\n\n")
+def tables(results: Path) -> str:
+    """Returns the tables of the machines that have runs."""
+    machines = [machine for machine in SETTINGS if runs_of(results, machine)]
+    return "\n\n".join(table(results, machine) for machine in machines for table in (speed_table, learned_table))
 
+
+SEEDS = range(3)
+BENCHMARK = Benchmark(
+    "smollm2",
+    __doc__,
+    {"machine": list(SETTINGS), "seed": SEEDS, "arm": list(ARMS)},
+    run,
+    tables,
+    options={"steps": 0, "tests": NUM_TEST},
+    usual={"machine": ["cpu"]},
+    quick={"steps": 1, "tests": 2, "arm": [BASELINE]},
+    file=file_of,
+    named=("machine", "seed", "arm"),
+    facts=lambda run: {"settings": ARMS[run["arm"]]},
+    baseline=BASELINE,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,45 +1,39 @@
 """
 Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own answers.
 
-    python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|drafts [--rows main|others] [--repeats 5]
-                                          [--machine cpu|gpu]
+    python -m benchmarks.smollm2_rollouts [--paces bare,paced] [--groups main,others] [--repeats 0,1,2,3,4]
 
-- lengths: samples 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) on a real server.
-- bare: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as possible.
+First, 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) are sampled on a real server and kept.
+
+- bare, gpu: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as possible,
+  on two cores and on a GPU.
 - paced: the same lengths on a real server of a tiny model at a GPU's pace (`pacing.py`).
-- simulated: the same lengths in virtual time, by the machine's profile and, for a CPU's, by the published curve of an
-  8 B model.
-- drafts: GRPO's rollouts as in `bare`, on a server that drafts (`suffix`) over one that does not.
+- bare, simulated; paced, simulated; gpu, simulated: the same lengths in virtual time, by the machine's profile or, if
+  paced, by the published curve of an 8 B model.
+- bare, drafts: GRPO's rollouts as in `bare`, on a server that drafts (`suffix`) over one that does not.
 
 A repeat has the prompts of two steps: a first epoch in which no lengths are known, and a second one. A step has 8 × 8
-rows, and 16 × 8 on a GPU, where answers have up to 512 tokens instead of 256.
-Rows take turns step by step, and are compared with GRPO's row of the same repeat, so that the load of a shared machine
-affects all of them. Each repeat is a line of `benchmarks/results/smollm2.rollouts.jsonl`, and is run once: a later
-call goes on where this one stopped. `--rows main` are GRPO, DARTS as in the paper, and the default.
+rows, and 16 × 8 on a GPU, where answers have up to 512 tokens instead of 256. Rows take turns step by step, and are
+compared with GRPO's row of the same repeat, so that the load of a shared machine affects all of them. The group `main`
+is GRPO, DARTS as in the paper, and the default.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
-
 import numpy as np
 import requests
-from tasks import TEMPERATURE, accuracy_reward, make_dataset
 from transformers import AutoTokenizer
 
 from benchmarks import cells
-from benchmarks.lines import append, read
-from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
-from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
+from benchmarks.harness import Benchmark, Shared, main
+from benchmarks.lines import RESULTS, ROOT, append, read
+from benchmarks.schedules import DEFAULT, GRPO, PACED, ROWS, Replay, ServerCluster, train
+from benchmarks.schedules import server_of as paced_cluster
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, RecordedLengths, Workload
 from trl_darts.engines.addresses import key_of
@@ -48,22 +42,28 @@ from trl_darts.policy import LatencyProfile
 from trl_darts.serving.options import SPECULATIVE
 
 
-ROOT = Path(__file__).resolve().parents[1]
-CHECKPOINT = ROOT / "examples" / "smollm2" / "checkpoint"
-RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLE = ROOT / "examples" / "smollm2"
+CHECKPOINT = EXAMPLE / "checkpoint"
+sys.path.insert(0, str(EXAMPLE))
+
+from tasks import TEMPERATURE, accuracy_reward, make_dataset  # noqa: E402
+
+
 ROLLOUTS = "smollm2.rollouts.jsonl"
-DRAFTS = "bare, drafts"  # the pace of rows with and without them
 NUM_ANSWERS, NUM_GENERATIONS, BATCHES, EPOCHS = 16, 8, 2, 2
 AT_ONCE = 20  # prompts
 MAIN = ("grpo", "darts (paper)", "default")
-GROUPS = {"main": MAIN, "others": ("grpo", *(row.name for row in ROWS if row.name not in MAIN))}
+GROUPS = {
+    "main": [row for row in ROWS if row.name in MAIN],
+    "others": [GRPO, *(row for row in ROWS if row.name not in MAIN)],
+    "drafts": [GRPO],
+}
 
 
 @dataclass(frozen=True)
 class Machine:
     """What a machine decodes in the minutes of a benchmark."""
 
-    pace: str
     lengths: str  # file of the recorded answers
     num_prompts: int  # with recorded answers
     limit: int  # tokens
@@ -85,7 +85,6 @@ class Machine:
 
 MACHINES = {
     "cpu": Machine(
-        "bare",
         "smollm2.lengths.jsonl",
         num_prompts=64,
         limit=256,
@@ -95,7 +94,6 @@ MACHINES = {
         server={"max_model_len": 1024, "env": {"VLLM_CPU_KVCACHE_SPACE": "2"}},
     ),
     "gpu": Machine(
-        "gpu",
         "smollm2.gpu.lengths.jsonl",
         num_prompts=128,
         limit=512,
@@ -110,15 +108,11 @@ CPU = MACHINES["cpu"]
 
 
 @contextmanager
-def smollm2_server(
-    max_num_seqs: int | None = None, machine: Machine = CPU, base_url: str | None = None, **options: Any
-) -> Iterator[str]:
-    """Yields the address of a server of the model in bfloat16, which is started unless `base_url` names one."""
-    if base_url is not None:
-        yield base_url
-        return
-    fields = {"dtype": "bfloat16", "max_num_seqs": max_num_seqs or machine.slots, **machine.server, **options}
-    with start_vllm_server(CHECKPOINT, timeout_s=600, **fields) as server:
+def smollm2_server(machine: Machine, max_num_seqs: int | None = None, method: str | None = None) -> Iterator[str]:
+    """Yields the address of a server of the model in bfloat16, which may draft."""
+    fields = {"dtype": "bfloat16", "max_num_seqs": max_num_seqs or machine.slots, **machine.server}
+    options = {"speculative_config": SPECULATIVE[method]} if method else {}
+    with start_vllm_server(CHECKPOINT, timeout_s=600, **fields, **options) as server:
         yield server.base_url
 
 
@@ -160,13 +154,13 @@ def score(dataset: Any, choices: Sequence[dict[str, Any]], num_answers: int) -> 
     return accuracy_reward(completions, [row["family"] for row in rows], [row["entry"] for row in rows])
 
 
-def record_lengths(path: Path, machine: Machine, base_url: str | None) -> None:
-    """Samples the answers of prompts that have none yet."""
-    dataset = make_dataset(machine.num_prompts)
+def recorded_lengths(machine: Machine) -> list[dict[str, Any]]:
+    """Returns the recorded answers by prompt, after sampling those of prompts that have none yet."""
+    path, dataset = RESULTS / machine.lengths, make_dataset(machine.num_prompts)
     prompts, known = tokens_of(dataset), {line["prompt"] for line in read(path)}
     if not (todo := [place for place in range(machine.num_prompts) if place not in known]):
-        return
-    with smollm2_server(machine=machine, base_url=base_url) as url:
+        return read_lengths(path)
+    with smollm2_server(machine) as url:
         for first in range(0, len(todo), AT_ONCE):
             places = todo[first : first + AT_ONCE]
             choices = sample(url, [prompts[place] for place in places], NUM_ANSWERS, machine.limit)
@@ -177,7 +171,7 @@ def record_lengths(path: Path, machine: Machine, base_url: str | None) -> None:
                 cut = [choice["finish_reason"] == "length" for choice in choices[own]]
                 line = {"prompt": place, "family": dataset[place]["family"], "lengths": lengths, "cut": cut}
                 append(path, line | {"rewards": rewards[own]})
-            console.print(f"{first + len(places)} of {len(todo)} prompts")
+    return read_lengths(path)
 
 
 # Rollouts
@@ -195,7 +189,7 @@ class Recorded:
     steps: int = EPOCHS * BATCHES
 
     @classmethod
-    def of(cls, lines: Sequence[dict[str, Any]], repeat: int, machine: Machine = CPU) -> "Recorded":
+    def of(cls, lines: Sequence[dict[str, Any]], repeat: int, machine: Machine) -> "Recorded":
         """Returns the prompts of a repeat. They recur after all were used."""
         size = machine.prompts * BATCHES
         first = repeat * size % len(lines)
@@ -233,108 +227,57 @@ class DraftingCluster(SmolLM2Cluster):
 
 
 @contextmanager
-def clusters_of(
-    kind: type[SmolLM2Cluster], urls: Mapping[Any, str], lines: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
-) -> Iterator[dict[Any, Any]]:
-    """Yields a cluster for each server, with the prompts of a repeat, and closes them."""
-    own = [prompts[line["prompt"]] for line in lines]
-    clusters = {name: kind(url, own) for name, url in urls.items()}
-    yield clusters
-    for cluster in clusters.values():
-        cluster.engine.close()
+def servers_of(machine: Machine, group: str) -> Iterator[dict[Any, str]]:
+    """Yields addresses of servers: without a queue and with N × M slots, or without drafts and with them."""
+    with ExitStack() as stack:
+        if group == "drafts":
+            options = {"grpo": (None, None), "suffix": (None, "suffix")}
+        else:
+            capped = dict.fromkeys(row.capped for row in GROUPS[group])
+            options = {own: (machine.rows if own else None, None) for own in capped}
+        yield {name: stack.enter_context(smollm2_server(machine, *own)) for name, own in options.items()}
+
+
+def run(shared: Shared, pace: str, group: str, repeat: int) -> dict[str, Any]:
+    """Runs all rows of a group, step by step in turn."""
+    machine = MACHINES["gpu" if pace.startswith("gpu") else "cpu"]
+    size: Any = Recorded.of(shared(lengths_of, machine), repeat, machine)
+    with ExitStack() as stack:
+        if pace.endswith("simulated"):
+            spec = ClusterSpec(PACED) if pace.startswith("paced") else machine.spec
+            replays = {row.name: Replay(row, size, spec, seed=repeat) for row in GROUPS[group]}
+        elif pace == "paced":
+            own = dict.fromkeys(row.capped for row in GROUPS[group])
+            servers = {c: stack.enter_context(paced_cluster(PACED, size.rows if c else None, size)) for c in own}
+            replays = {r.name: Replay(r, size, *servers[r.capped][::-1], repeat) for r in GROUPS[group]}
+        else:
+            kind = DraftingCluster if group == "drafts" else SmolLM2Cluster
+            texts = tokens_of(make_dataset(machine.num_prompts))
+            prompts = [texts[line["prompt"]] for line in size.lines]
+            urls = shared(servers_of, machine, group)
+            clusters = {name: kind(url, prompts) for name, url in urls.items()}
+            for cluster in clusters.values():
+                stack.callback(cluster.engine.close)
+            if group == "drafts":
+                replays = {name: Replay(GRPO, size, machine.spec, own, repeat) for name, own in clusters.items()}
+            else:
+                rows = {row.name: row for row in GROUPS[group]}
+                replays = {n: Replay(r, size, machine.spec, clusters[r.capped], repeat) for n, r in rows.items()}
+        train([*replays.values()], EPOCHS * BATCHES)
+        found = {"rows": {name: facts(replay) for name, replay in replays.items()}}
+        return found | (drafted(clusters["suffix"].engine) if group == "drafts" else {})
+
+
+@contextmanager
+def lengths_of(machine: Machine) -> Iterator[list[dict[str, Any]]]:
+    """Yields the recorded answers."""
+    yield recorded_lengths(machine)
 
 
 def facts(replay: Replay) -> dict[str, Any]:
     """Returns what is stored of a row: seconds of each step, and totals."""
     total = replay.total
-    seconds = [float(f"{value:.5g}") for value in replay.outcome.rollout_seconds]
-    return {"seconds": seconds, "wasted": round(total.wasted, 4), "off_policy": round(total.off_policy, 4)}
-
-
-def missing(path: Path, pace: str, group: str, repeats: int) -> list[int]:
-    """Returns the repeats that were not run yet."""
-    done = {line["repeat"] for line in read(path) if (line["pace"], line["group"]) == (pace, group)}
-    return [repeat for repeat in range(repeats) if repeat not in done]
-
-
-def rows_of(group: str) -> list[Row]:
-    return [row for row in ROWS if row.name in GROUPS[group]]
-
-
-def run_repeat(
-    path: Path,
-    pace: str,
-    group: str,
-    repeat: int,
-    replays: Mapping[str, Replay],
-    count: Callable[[], dict[str, Any]] = dict,
-) -> None:
-    """Runs all rows of a group, by their names, step by step in turn, and appends a line, with the counts."""
-    train([*replays.values()], EPOCHS * BATCHES)
-    rows = {name: facts(replay) for name, replay in replays.items()}
-    append(path, {"pace": pace, "group": group, "repeat": repeat, "rows": rows, **count()})
-    console.print(pace, group, repeat, {name: sum(own["seconds"]) for name, own in rows.items()})
-
-
-def run_bare(
-    path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int, machine: Machine, base_url: str | None
-) -> None:
-    """Runs what is missing on real servers of the model: one without a queue, and one with N × M slots."""
-    if not (todo := missing(path, machine.pace, group, repeats)):
-        return
-    prompts, spec = tokens_of(make_dataset(machine.num_prompts)), machine.spec
-    with ExitStack() as stack:
-        rows = rows_of(group)
-        urls = {False: stack.enter_context(smollm2_server(machine=machine, base_url=base_url))}
-        if any(row.capped for row in rows):
-            urls[True] = stack.enter_context(smollm2_server(machine.rows, machine))
-        for repeat in todo:
-            size: Any = Recorded.of(lines, repeat, machine)
-            with clusters_of(SmolLM2Cluster, urls, size.lines, prompts) as clusters:
-                replays = {row.name: Replay(row, size, spec, clusters[row.capped], repeat) for row in rows}
-                run_repeat(path, machine.pace, group, repeat, replays)
-
-
-def run_paced(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int) -> None:
-    """Runs what is missing on a real server at a GPU's pace."""
-    curve = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
-    rows = rows_of(group)
-    for repeat in missing(path, "paced", group, repeats):
-        size: Any = Recorded.of(lines, repeat)
-        with ExitStack() as stack:
-            capped = {row.capped: size.rows if row.capped else None for row in rows}
-            servers = {own: stack.enter_context(server_of(curve, slots, size)) for own, slots in capped.items()}
-            replays = {
-                row.name: Replay(row, size, servers[row.capped][1], servers[row.capped][0], repeat) for row in rows
-            }
-            run_repeat(path, "paced", group, repeat, replays)
-
-
-def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int, machine: Machine = CPU) -> None:
-    """Runs what is missing in virtual time, by each curve."""
-    specs = {f"{machine.pace}, simulated": machine.spec}
-    if machine is CPU:
-        specs["paced, simulated"] = ClusterSpec(scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES))
-    for pace, spec in specs.items():
-        for group in GROUPS:
-            for repeat in missing(path, pace, group, repeats):
-                size: Any = Recorded.of(lines, repeat, machine)
-                replays = {row.name: Replay(row, size, spec, seed=repeat) for row in rows_of(group)}
-                run_repeat(path, pace, group, repeat, replays)
-
-
-def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> None:
-    """Runs what is missing on two real servers of the model, of which one drafts, and prints its speed."""
-    prompts, spec = tokens_of(make_dataset(CPU.num_prompts)), CPU.spec
-    with ExitStack() as stack:
-        methods = {GRPO.name: None, "suffix": SPECULATIVE["suffix"]}
-        urls = {name: stack.enter_context(smollm2_server(speculative_config=own)) for name, own in methods.items()}
-        for repeat in missing(path, DRAFTS, "drafts", repeats):
-            size: Any = Recorded.of(lines, repeat)
-            with clusters_of(DraftingCluster, urls, size.lines, prompts) as clusters:
-                replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
-                run_repeat(path, DRAFTS, "drafts", repeat, replays, partial(drafted, clusters["suffix"].engine))
-    console.print("speed with drafts", cells.ratio(ratios(read(path), DRAFTS, "suffix", slice(None))))
+    return {"seconds": replay.outcome.rollout_seconds, "wasted": total.wasted, "off_policy": total.off_policy}
 
 
 def drafted(engine: Any) -> dict[str, Any]:
@@ -410,32 +353,25 @@ def lengths_table(lines: Sequence[dict[str, Any]]) -> str:
     return cells.table(["family", "right", "prompts with both", "p50, p90, p99", "cut off"], rows)
 
 
-def main() -> None:
-    """Runs what is missing of a part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "drafts"))
-    parser.add_argument("--rows", choices=GROUPS, default="main")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--machine", choices=MACHINES, default="cpu")
-    parser.add_argument("--base-url", help="a running server of the checkpoint without a queue, instead of a new one")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    machine = MACHINES[options.machine]
-    path, lengths = options.results / ROLLOUTS, options.results / machine.lengths
-    if options.part == "lengths":
-        return record_lengths(lengths, machine, options.base_url)
-    lines = read_lengths(lengths)
-    if len(lines) < machine.num_prompts:
-        parser.error(f"{lengths} must have {machine.num_prompts} prompts. Run the part `lengths` first.")
-    if options.part == "simulated":
-        run_simulated(path, lines, options.repeats, machine)
-    elif options.part == "drafts":
-        run_drafts(path, lines, options.repeats)
-    elif options.part == "bare":
-        run_bare(path, lines, options.rows, options.repeats, machine, options.base_url)
-    else:
-        run_paced(path, lines, options.rows, options.repeats)
+def tables(results: Path) -> str:
+    """Returns the tables of the paces that have lines."""
+    lines = read(results / ROLLOUTS)
+    paces = [pace for pace in ("bare", "paced", "gpu") if any(line["pace"].startswith(pace) for line in lines)]
+    drafts = ratios(lines, "bare, drafts", "suffix", slice(None))
+    return "\n\n".join([*(rollouts_table(lines, pace) for pace in paces), f"Speed with drafts: {cells.ratio(drafts)}"])
 
+
+PACES = ["bare", "paced", "gpu", "bare, simulated", "paced, simulated", "gpu, simulated", "bare, drafts"]
+BENCHMARK = Benchmark(
+    "smollm2.rollouts",
+    __doc__,
+    {"pace": PACES, "group": list(GROUPS), "repeat": range(5)},
+    run,
+    tables,
+    usual={"pace": [pace for pace in PACES if not pace.startswith("gpu")]},
+    quick={"pace": ["paced", "paced, simulated"], "group": ["main"]},
+    exists=lambda run: (run["pace"] == "bare, drafts") == (run["group"] == "drafts"),
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

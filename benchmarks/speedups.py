@@ -5,19 +5,17 @@ its run of the same seed or repeat. Nothing here imports torch, so that pages an
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from benchmarks.cells import geometric
+from benchmarks.cells import Pairs, Run, geometric, pairs_of
 from benchmarks.lines import RESULTS, latest, read
 
 
-Run = Mapping[str, Any]
-Pairs = Sequence[tuple[Run, Run]]  # an arm's run and GRPO's, by seed
 NEW, KNOWN = slice(0, 2), slice(2, None)  # steps of a repeat in which prompts are new, or their lengths are known
 
 
@@ -28,12 +26,6 @@ def lines_of(file: str) -> list[dict[str, Any]]:
     if not path.exists():
         raise FileNotFoundError(f"`file` ({file}) must be in {RESULTS}. Run the benchmark that writes it.")
     return read(path) if path.suffix == ".jsonl" else [json.loads(path.read_text())]
-
-
-def pairs_of(runs: Sequence[Run], arm: str) -> Pairs:
-    """Pairs the runs of an arm with GRPO's runs of the same seeds."""
-    base = {run["seed"]: run for run in runs if run["arm"] == "grpo"}
-    return [(run, base[run["seed"]]) for run in runs if run["arm"] == arm and run["seed"] in base]
 
 
 def _seeds(stem: str) -> list[dict[str, Any]]:

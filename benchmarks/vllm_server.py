@@ -38,7 +38,6 @@ _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USA
 # The engine is its own worker (with `uni`, below) with one thread, which is healthy after 13 to 15 s instead of 27 s
 # and does not compete with the tests.
 _CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # model runner that drafts require
 _OPTIONS: dict[str, object] = {
     "host": "127.0.0.1",
     "dtype": "float32",

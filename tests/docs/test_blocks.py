@@ -116,7 +116,7 @@ def test_the_callback_that_follows_a_cluster():
         ("bash", "trl-darts config push a.yaml a/b --wihout nothing"),
         ("bash", "A=1 accelerate launch examples/train_grpo.py --config configs/two_gpu_server.yaml --schedul darts"),
         ("bash", "python examples/train_grpo.py --config configs/nothing.yaml"),
-        ("bash", "python benchmarks/schedules.py --nope"),
+        ("bash", "python examples/tiny_reasoner/measure.py --nope"),
         ("bash", "make nothing"),
         ("bash", "pip install -e '.[nothing]'"),
         ("bash", "frobnicate"),

@@ -1,12 +1,11 @@
 """The tables of benchmarks/REPORT.md are what the lines in benchmarks/results give: `python -m benchmarks.report`."""
 
-import json
 import math
 
 import pytest
 
-from benchmarks import cells, lines, report, survival
-from benchmarks.page import PAGE, put
+from benchmarks import cells, harness, lines, parts, report
+from benchmarks.report import PAGE, put
 
 
 def test_every_table_is_what_its_lines_give():
@@ -16,7 +15,7 @@ def test_every_table_is_what_its_lines_give():
 
 def test_a_changed_line_changes_the_page(tmp_path):
     lines.append(tmp_path / "listed.jsonl", {"prompts": 4, "tokens": 300, "fixed": 1.0, "ray": 2.0})
-    assert "| 4 × 8 | 300 | 1 | 2.00 |" in survival.listed(tmp_path)
+    assert "| 4 × 8 | 300 | 1 | 2.00 |" in parts.listed(tmp_path)
 
 
 @pytest.mark.parametrize("part", report.PARTS)
@@ -39,10 +38,10 @@ def test_numbers_have_two_or_three_digits():
     assert math.isnan(cells.geometric([2.0])[1])
 
 
-def test_a_recorded_line_says_where_it_comes_from(tmp_path, monkeypatch):
-    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
-    lines.record("name", {"seconds": [0.123456789], "number": 3})
-    line = json.loads((tmp_path / "name.jsonl").read_text())
+@pytest.mark.parametrize("name", ["name.jsonl", "name.json"])
+def test_a_stored_line_says_where_it_comes_from(tmp_path, name):
+    harness.store(tmp_path / name, {"seconds": [0.123456789], "number": 3})
+    (line,) = harness.load(tmp_path / name)
     assert line["seconds"] == [0.12346]
     assert line["number"] == 3
     assert line["machine"]["cores"] >= 1

@@ -32,12 +32,12 @@ def test_exact_rewards_and_lengths_are_those_of_samples(tmp_path, name):
 
 
 def test_the_script_runs(tmp_path):
-    command = [sys.executable, "benchmarks/learning.py", "--quick", "--worlds", "needs_120_small", "--arms", "audited"]
-    command += ["--learning-rate", "0", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.learning", "--quick", "--worlds", "needs_120_small"]
+    command += ["--arms", "audited", "--learning-rate", "0", "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    runs = [json.loads(line) for line in (tmp_path / "learning.needs_120_small.lr0.jsonl").read_text().splitlines()]
+    runs = [json.loads(line) for line in (tmp_path / "learning.needs_120_small.2.lr0.jsonl").read_text().splitlines()]
     assert [run["arm"] for run in runs] == ["grpo", "audited"]
-    assert "| needs_120_small: audited (1) |" in done.stdout
+    assert "| needs_120_small.2.lr0: audited (1) |" in done.stdout
     assert runs[1]["by_step"]["hard"][0] == runs[1]["by_step"]["hard"][1]
-    assert "speed over unguarded" in done.stdout
+    assert "Speed over unguarded" in done.stdout

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import pacing, training
+from benchmarks.harness import store
 from benchmarks.long_tail import (
     TOKENIZER,
     Answers,
@@ -22,8 +23,8 @@ from benchmarks.long_tail import (
     make_dataset,
 )
 from benchmarks.pacing import CURVES, Pace, Pacer, scaled
-from benchmarks.page import PAGE
-from benchmarks.training import ARMS, BASELINE, WORLDS, Training, parse, trainings_of
+from benchmarks.report import PAGE
+from benchmarks.training import ARMS, BASELINE, DEFAULT
 from tests.conftest import Clock
 from trl_darts import DARTSGRPOConfig
 
@@ -122,12 +123,14 @@ def steps_of(seconds: float, rewards: list[float]) -> dict[str, np.ndarray]:
 def test_time_to_equal_reward_is_that_of_grpos_end():
     """Seed by seed; an arm that needs more steps is given them, and its other figures leave them out."""
     base, own = steps_of(2.0, [0.1, 0.2, 0.3]), steps_of(1.0, [0.1, 0.15, 0.25, 0.35])
-    assert training.SPEED["to GRPO's reward"](own, base) == pytest.approx(6.0 / 3.5)
-    assert training.SPEED["steps"](own, base) == pytest.approx(2.0)
-    assert training.LEARNED["plain sampling"](own, base) == 0.25
-    assert training.SPENT["to it, in steps"](own, base) == pytest.approx(3 / 3.5)
+    assert training.SPEED["to GRPO's reward"][0](own, base) == pytest.approx(6.0 / 3.5)
+    assert training.SPEED["steps"][0](own, base) == pytest.approx(2.0)
+    assert training.LEARNED["plain sampling"][0](own, base) == 0.25
+    assert training.SPENT["to it, in steps"][0](own, base) == pytest.approx(3 / 3.5)
     assert training.spent_to(own, 0.9, "tokens") == math.inf
-    lines = training.table({"tail": {BASELINE: {0: base, 1: base}, "default": {0: own, 2: own}}}, training.SPEED)
+    runs = [{"arm": BASELINE, "seed": seed, **base} for seed in (0, 1)]
+    runs += [{"arm": DEFAULT, "seed": seed, **own} for seed in (0, 2)]
+    lines = training.table({"tail": runs}, training.SPEED)
     assert "| tail: default (1) | 1.71 |" in lines
     assert "| tail: grpo (2) | 1 | 1 | 1 |" in lines
 
@@ -138,28 +141,20 @@ def test_fixed_costs_make_shorter_rows_worth_less():
     assert [training.speedup_with(fixed, own, base) for fixed in (0.0, 0.5, 1.0)] == pytest.approx([2, 4 / 3, 1])
 
 
-def leave_file(asked: Training, results: Path, **changes: object) -> None:
-    """What a training leaves behind, in which `changes` are other than was asked for."""
-    steps = {name: values.tolist() for name, values in steps_of(1.0, [0.1, 0.2]).items()}
-    asked.file(results).write_text(json.dumps({**asked.facts, "by_step": steps} | changes))
-
-
-def test_a_later_call_takes_what_is_there_and_refuses_what_was_not_asked_for(tmp_path):
-    asked = trainings_of(parse(["--seeds", "3"]))
-    assert {training.arm for training in asked} == set(ARMS)
-    leave_file(asked[0], tmp_path)
-    assert training.load(asked, tmp_path)["tail"][BASELINE].keys() == {3}
-    leave_file(asked[0], tmp_path, learning_rate=1.0)
+def test_a_later_call_refuses_what_was_not_asked_for(tmp_path):
+    run = {"world": "tail", "seed": 3, "arm": BASELINE, "steps": 0}
+    benchmark = training.BENCHMARK
+    assert benchmark.stored(tmp_path, run) is None
+    found = {**run, **benchmark.facts(run), "by_step": {}}
+    store(benchmark.path(tmp_path, run), found)
+    assert benchmark.stored(tmp_path, run)["steps"] == 40
+    store(benchmark.path(tmp_path, run), found | {"learning_rate": 1.0})
     with pytest.raises(SystemExit, match=r"^error: .* is asked for"):
-        training.load(asked, tmp_path)
+        benchmark.stored(tmp_path, run)
 
 
-def test_arms_are_settings_and_some_of_them_can_be_chosen():
+def test_arms_are_settings():
     assert all(DARTSGRPOConfig(use_cpu=True, bf16=False, **settings) for settings in ARMS.values())
-    some = trainings_of(parse(["--seeds", "0", "--arms", "default", "--worlds", "tail"]))
-    assert [training.arm for training in some] == [BASELINE, "default"]
-    with pytest.raises(SystemExit):
-        parse(["--arms", "nope"])
 
 
 @pytest.mark.slow
@@ -168,10 +163,10 @@ def test_arms_are_settings_and_some_of_them_can_be_chosen():
 def test_quick_run(tmp_path):
     """Paced rollouts, the epoch that is shared, and arms that go on from its checkpoint."""
     before = PAGE.read_text()
-    command = [sys.executable, "benchmarks/training.py", "--quick", "--worlds", "tail", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.training", "--quick", "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert PAGE.read_text() == before
-    assert all(f"| tail: {arm} (1) |" in done.stdout for arm in WORLDS["tail"].arms)
+    assert all(f"| tail: {arm} (1) |" in done.stdout for arm in (BASELINE, DEFAULT))
     assert "engine steps late" in done.stdout
     assert (tmp_path / training.PICTURE).stat().st_size > 20_000

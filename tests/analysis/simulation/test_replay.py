@@ -1,4 +1,4 @@
-"""A rollout of a real server, replayed: the same decisions. Its time is in `benchmarks/simulator.py parity`."""
+"""A rollout of a real server, replayed: the same decisions."""
 
 import pytest
 
