@@ -157,10 +157,11 @@ def step(results: Path) -> str:
             speeds = [cells.ratio(quotients(other, own)) for other in (theirs, trimmed)]
             rows.append([f"{prompt} tokens: {arm}", median(own), *speeds, f"{there:.2f}".replace("nan", "–")])
     worst = max(apart for line in lines.values() for apart in line["gradient"].values())
+    first = next(iter(lines.values()))
     text = f"""
         `python -m benchmarks.step`: as above, with a prompt of its own for each group of 8 rows, and micro-batches of
-        a group. {next(iter(lines.values()))["rows"].replace(" by 4", "")}. *Computed* are tokens through the model over
-        tokens there are. Gradients differ from TRL's by at most {worst:.0e} of their norm {origin(lines)}."""
+        a group. {first["rows"].replace(" by 4", "")}. *Computed* are tokens through the model over tokens there are.
+        Gradients differ from TRL's by at most {worst:.0e} of their norm {origin(lines)}."""
     header = ["prompt: rows", "s per step", "speed-up over TRL's", "over trimmed", "computed"]
     return section("Shared prompts", text, cells.table(header, rows))
 
