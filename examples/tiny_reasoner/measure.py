@@ -18,8 +18,9 @@ from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from task import DIFFICULTIES, FAMILIES, SPLITS, accuracy_reward, make_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trl_darts.tiny_reasoner.task import DIFFICULTIES, FAMILIES, SPLITS, accuracy_reward, make_dataset
 
 
 CHECKPOINT_DIR = Path(__file__).parent / "checkpoint"

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from task import ALPHABET, FAMILIES, draw_problem
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from writer import MAX_TEXT_CHARS, write_solution
+
+from trl_darts.tiny_reasoner.task import ALPHABET, FAMILIES, draw_problem
+from trl_darts.tiny_reasoner.writer import MAX_TEXT_CHARS, write_solution
 
 
 CHECKPOINT_DIR = Path(__file__).parent / "checkpoint"

@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from task import accuracy_reward, make_dataset
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.plots import plot_comparison, series
 from trl_darts.import_utils import is_matplotlib_available
+from trl_darts.tiny_reasoner.task import accuracy_reward, make_dataset
 
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"

@@ -9,7 +9,7 @@ prompts because the writer distrusts the digits 7, 8 and 9.
 import random
 from dataclasses import dataclass
 
-from task import Problem
+from trl_darts.tiny_reasoner.task import Problem
 
 
 MAX_TEXT_CHARS = 448  # panics are truncated here, so that the model learns to continue
