@@ -27,10 +27,12 @@ def distinct_reward(completion_ids, **kwargs):
     return [float(row) for row in range(len(completion_ids))]
 
 
-def train(server, model_dir, out, peft_config=None, **fields):
+def train(server, model_dir, out, peft_config=None, overrides=None, **fields):
     """Returns the differences from TRL, the logs and the batches of three steps with streamed log-probs."""
     args = server_args(out, server, **{**LOG_PROBS, **fields})
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10), peft_config=peft_config)
+    if overrides is not None:
+        trainer._engine.overrides = overrides
     differences, batches = compare_with_trl(trainer), record_batches(trainer)
     trainer.train()
     assert max(difference for _, difference, _ in differences) < 1e-5
@@ -69,10 +71,15 @@ def test_reference(server, model_dir, tmp_path, reference):
 
 
 def test_without_room_trl_computes(server, model_dir, tmp_path):
-    """A cache of a few tokens: long candidates are closed, and TRL computes their rows."""
-    _, logs, _ = train(server, model_dir, tmp_path, stream_cache_gib=5e-6)
-    assert all(entry["darts/stream/missed_rows"] > 0 for entry in logs)
-    assert all(entry["darts/stream/cache_bytes"] <= 5e-6 * 2**30 for entry in logs)
+    """A third of the cache is room, for 34 tokens: long candidates are closed, and TRL computes their rows."""
+
+    def half_are_long(command):
+        return {"ignore_eos": True, "max_tokens": 96 if command.index % 2 else 3}
+
+    fields = {"stream_cache_gib": 5e-5, "schedule": "grpo"}
+    _, logs, _ = train(server, model_dir, tmp_path, overrides=half_are_long, **fields)
+    assert [entry["darts/stream/missed_rows"] for entry in logs] == [8] * 3
+    assert all(0 < entry["darts/stream/cache_bytes"] <= 5e-5 * 2**30 for entry in logs)
 
 
 def test_rows_that_come_from_a_buffer(server, model_dir, tmp_path):
