@@ -101,7 +101,7 @@ def server_of(name: str, limit: int) -> Iterator[VLLMServer]:
 
 def run(shared: Shared, part: str, arm: str, size: str, prompts: int, limit: int, steps: int) -> dict[str, Any]:
     """Measures rollouts of all rows, or steps of one arm."""
-    server, lengths = shared(server_of, size, limit), Size(prompts, 8, limit / 40, limit, batches=2)
+    server, lengths = shared(server_of, size, limit), Size(prompts, 8, max(8.0, limit / 40), limit, batches=2)
     facts = {"size": size, "lengths": str(lengths)}
     return facts | (steps_of(server, arm, lengths, steps) if part == "steps" else rollouts_of(server, lengths))
 
