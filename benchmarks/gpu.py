@@ -87,7 +87,7 @@ class Cluster(ServerCluster):
 def server_of(name: str, limit: int) -> Iterator[VLLMServer]:
     """Yields a server of the chain, whose answers have a tail up to the limit."""
     sizes = SIZES[name]
-    classes = tuple((share, limit / 80 * factor) for share, factor in ((0.6, 1.0), (0.3, 3.0), (0.1, 20.0)))
+    classes = tuple((share, max(2.0, limit / 80 * factor)) for share, factor in ((0.6, 1.0), (0.3, 3.0), (0.1, 20.0)))
     with TemporaryDirectory() as directory:
         with torch.device("cuda" if ON_GPU else "cpu"):
             dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -101,7 +101,7 @@ def server_of(name: str, limit: int) -> Iterator[VLLMServer]:
 
 def run(shared: Shared, part: str, arm: str, size: str, prompts: int, limit: int, steps: int) -> dict[str, Any]:
     """Measures rollouts of all rows, or steps of one arm."""
-    server, lengths = shared(server_of, size, limit), Size(prompts, 8, limit / 40, limit, batches=2)
+    server, lengths = shared(server_of, size, limit), Size(prompts, 8, max(8.0, limit / 40), limit, batches=2)
     facts = {"size": size, "lengths": str(lengths)}
     return facts | (steps_of(server, arm, lengths, steps) if part == "steps" else rollouts_of(server, lengths))
 

@@ -103,7 +103,11 @@ def gpu(results: Path) -> str:
     if "grpo" in steps:
         base = steps["grpo"]["seconds"]
         rows = [
-            [arm, *(median(line[name]) for name in ("seconds", "rollout", "sync")), _speed(base, line["seconds"])]
+            [
+                arm,
+                *(_known_median(line[name]) for name in ("seconds", "rollout", "sync")),
+                _speed(base, line["seconds"]),
+            ]
             for arm, line in steps.items()
         ]
         blocks.append(cells.table(["whole steps", "s per step", "rollout (s)", "sync (s)", "speed-up"], rows))
@@ -113,6 +117,10 @@ def gpu(results: Path) -> str:
         `python -m benchmarks.gpu`: a chain with the size of a real model, on a real server {origin(lines)}.
         {next(iter(lines.values()))["lengths"]}. Medians of seconds."""
     return section("On a GPU", text, *blocks)
+
+
+def _known_median(values: Sequence[float]) -> str:
+    return median([value for value in values if not math.isnan(value)])
 
 
 def _speed(base: Sequence[float], own: Sequence[float]) -> str:

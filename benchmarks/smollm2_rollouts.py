@@ -156,10 +156,12 @@ def score(dataset: Any, choices: Sequence[dict[str, Any]], num_answers: int) -> 
 
 def recorded_lengths(machine: Machine) -> list[dict[str, Any]]:
     """Returns the recorded answers by prompt, after sampling those of prompts that have none yet."""
-    path, dataset = RESULTS / machine.lengths, make_dataset(machine.num_prompts)
-    prompts, known = tokens_of(dataset), {line["prompt"] for line in read(path)}
+    path = RESULTS / machine.lengths
+    known = {line["prompt"] for line in read(path)}
     if not (todo := [place for place in range(machine.num_prompts) if place not in known]):
         return read_lengths(path)
+    dataset = make_dataset(machine.num_prompts)
+    prompts = tokens_of(dataset)
     with smollm2_server(machine) as url:
         for first in range(0, len(todo), AT_ONCE):
             places = todo[first : first + AT_ONCE]

@@ -217,7 +217,8 @@ def epoch_of(shared: Shared, world: str, seed: int, steps: int) -> Iterator[tupl
     The checkpoint is kept, so that a later call goes on from the same one.
     """
     path = shared.results / f"{world}.shared.seed{seed}.json"
-    checkpoint = ROOT / "outputs" / f"{shared.results.name}.{path.stem}" / f"checkpoint-{EPOCH}"
+    folder = ROOT / "outputs" / "training" if shared.results == RESULTS else shared.results
+    checkpoint = folder / path.stem / f"checkpoint-{EPOCH}"
     if not (checkpoint.exists() and path.exists()):
         server = shared(server_of, world)
         by_step = train(server, world, seed, steps, None, server.start, checkpoint.parent)

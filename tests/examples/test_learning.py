@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.learning import WORLDS, sample
+from benchmarks.chain_clock import sample
+from benchmarks.learning import WORLDS
 from benchmarks.long_tail import KINDS, LIMIT, TOKENIZER, load_model, probabilities
 
 
