@@ -35,7 +35,7 @@ from .positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
 logger = get_logger(__name__)
 
 MASKED = ("sdpa", "eager")  # attention implementations that take a mask of any form
-MAX_LENGTH = 16_384  # of a row with several answers: its mask has this many columns squared
+MAX_LENGTH = 8_192  # of a row with several answers: its mask has as many rows as columns, 128 MiB in 16 bits
 MIN_GAIN = 0.95  # of the costs, below which a shared prompt pays for the mask
 # The probe's largest difference of a log-prob. A wrong mask or position changes them by more than rounding does.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -214,9 +214,10 @@ class SharedPrompts:
     def _probe(self, model: Any) -> bool:
         """Whether a model computes the same with shared prompts. Tried once, with a few tokens, on every process."""
         if id(model) not in self._fits:
-            self._fits[id(model)] = found = self._differs(model) is None
-            if not found:
-                message = f"{type(model).__name__} computes something else if prompts are shared"
+            difference = self._differs(model)
+            self._fits[id(model)] = difference is None
+            if difference is not None:
+                message = f"{type(model).__name__} computes something else if prompts are shared ({difference})"
                 if self.is_asked:
                     raise ConfigurationError(f"`share_prompts` (True): {message}. Leave it unset.")
                 logger.warning(f"{message}, so each row has its own copy (`share_prompts`).")
@@ -228,7 +229,7 @@ class SharedPrompts:
         prompt, answers = PROBE
         width = max(answers)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(10, 100, (len(answers), prompt + width), generator=generator)
+        ids = torch.randint(3, 32, (len(answers), prompt + width), generator=generator)  # any vocabulary has them
         ids[:, :prompt] = ids[0, :prompt]
         mask = torch.ones_like(ids)
         for row, answer in enumerate(answers):
