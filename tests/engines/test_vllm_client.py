@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from tests.engines.fake_server import answer, completion
-from tests.engines.stub_servers import Stub, engine_on, rollout_of, run
+from tests.engines.stub_servers import Stub, engine_on, hangs, rollout_of, run
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
@@ -67,9 +67,15 @@ def test_requests_of_a_lost_server_are_closed_and_go_on_elsewhere():
         if "-0-" in body["request_id"]:
             await asyncio.sleep(0.2)
             request.transport.close()
-        await asyncio.sleep(30)
+        return await hangs(request)
 
-    with engine_on(Stub(decode=one_breaks), Stub()) as engine:
+    async def waits(request, body):
+        while broken.num_open and body["request_id"].endswith("-1"):  # a second request of a candidate
+            await asyncio.sleep(0.01)
+        return await answer(completion([4, 5, 6]))
+
+    broken = Stub(decode=one_breaks)
+    with engine_on(broken, Stub(decode=waits), rollout_s=10.0) as engine:
         (group,) = run(engine, size=6).groups
         assert {c.engine_id for c in group.candidates} == {engine.base_urls[1]}
         assert sorted(c.segment for c in group.candidates) == [0, 0, 0, 1, 1, 1]
