@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from tests.engines.settings import engine_settings
 from tests.policies import make_policies
+from tests.waits import wait_for
 from trl_darts.engines.in_process import hf_continuous
 from trl_darts.engines.in_process.hf_continuous import scheduled_batching
 from trl_darts.engines.in_process.share import MainLink, Report, Share
@@ -37,10 +38,7 @@ def model(markov_model_dir):
 def few_threads():
     """Transformers' thread must end with the call that started it."""
     yield
-    deadline = time.monotonic() + 10
-    while generating() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not generating()
+    wait_for(lambda: not generating())
 
 
 def generating() -> list[threading.Thread]:

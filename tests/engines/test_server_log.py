@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.serving.builders import fake_server, wait_for
+from tests.serving.builders import fake_server
+from tests.waits import wait_for
 from trl_darts.engines import server_log
 from trl_darts.engines.addresses import is_this_machine
 from trl_darts.engines.server_log import explain, find_logs, last_error

@@ -6,7 +6,6 @@ that share GPUs never decode at the same time.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import fake_server
+from tests.engines.stub_servers import BODY, Stub, event_stream, send
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout, vllm_server
 from trl_darts.engines.pool import State
@@ -22,7 +22,6 @@ from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers
 
 
-BODY = {"model": "m", "max_tokens": 400, "logprobs": 0}
 LENGTHS = [[4, 60], [6, 90], [5, 5]]
 
 
@@ -33,14 +32,15 @@ def _quick(monkeypatch):
     monkeypatch.setattr(vllm_rollout, "ABORT_RESEND_S", 0.01)
 
 
-class Decoder:
+class Decoder(Stub):
     """
     Token t of a completion is t, its log-prob -t. Candidate `index` of prompt `[group, index]` has its scripted
     length.
     """
 
-    def __init__(self, url_of_peers: list[Decoder]) -> None:
-        self.peers = url_of_peers  # on the same GPUs
+    def __init__(self) -> None:
+        super().__init__(more_routes={"POST /sleep": self.sleep, "POST /wake_up": self.wake_up})
+        self.peers: list[Decoder] = []  # on the same GPUs
         self.asleep = False
         self.wakes = True
         self.dead = False
@@ -54,26 +54,22 @@ class Decoder:
         """Ends all that the server decodes, even if it is available again before the next token."""
         self.dead, self.life, self.num_running = True, self.life + 1, 0
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+    async def decode(self, request: web.Request, body: dict) -> web.StreamResponse:
         group, index, *prior = body["prompt"]
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if self.dead:
-            hang_up(request)
-            return response
+            return hang_up(request)
         if self.asleep or prior != list(range(len(prior))):
             self.problems.append(f"{group} {index}: asleep {self.asleep}, {prior}")
         self.num_running += 1
         life = self.life
         try:
-            await self._stream(response, request, body["request_id"], range(len(prior), LENGTHS[group][index]))
+            return await self._stream(request, body["request_id"], range(len(prior), LENGTHS[group][index]))
         finally:
             self.num_running -= life == self.life
-        return response
 
-    async def _stream(self, response, request, request_id: str, tokens: range) -> None:
+    async def _stream(self, request: web.Request, request_id: str, tokens: range) -> web.StreamResponse:
         life = self.life
-        await response.prepare(request)
+        response = await event_stream(request)
         for token in tokens:
             await asyncio.sleep(0.004)
             if self.life != life:
@@ -84,9 +80,10 @@ class Decoder:
             stopped = f"cmpl-{request_id}-0" in self.aborted
             reason = "stop" if token == tokens[-1] else "abort" if stopped else None
             choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-float(token)]}, "finish_reason": reason}
-            await response.write(b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n")
+            await send(response, {"choices": [{"index": 0, **choice}]})
             if reason is not None:
-                return
+                break
+        return response
 
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted |= set((await request.json())["request_ids"])
@@ -106,22 +103,17 @@ class Decoder:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=500 if self.dead else 200)
 
-    @property
-    def routes(self):
-        posts = {"/v1/completions": self.completions, "/abort_requests": self.abort, "/sleep": self.sleep}
-        posts |= {"/wake_up": self.wake_up}
-        return {"GET /health": self.health, **{f"POST {path}": handler for path, handler in posts.items()}}
 
-
-def hang_up(request: web.Request) -> None:
+def hang_up(request: web.Request) -> web.Response:
     if request.transport is not None:  # the client may have done so before
         request.transport.close()
+    return web.Response()
 
 
 @contextmanager
 def two_kinds(takes_turns: bool, num_main: int = 1) -> Iterator[tuple[VLLMServerEngine, list[Decoder], list[str]]]:
     """Main servers, and a tail server as the last one."""
-    decoders: list[Decoder] = [Decoder([]) for _ in range(num_main + 1)]
+    decoders: list[Decoder] = [Decoder() for _ in range(num_main + 1)]
     *main, tail = decoders
     if takes_turns:
         tail.peers = main
@@ -130,10 +122,8 @@ def two_kinds(takes_turns: bool, num_main: int = 1) -> Iterator[tuple[VLLMServer
     with ExitStack() as stack:
         urls = [stack.enter_context(fake_server(own.routes)) for own in decoders]
         engine = VLLMServerEngine(urls, Deadlines(return_s=5.0), None, urls[-1:], takes_turns)
-        try:
-            yield engine, decoders, urls
-        finally:
-            engine.close()
+        stack.callback(engine.close)
+        yield engine, decoders, urls
     assert [own.problems for own in decoders] == [[]] * len(decoders)
 
 

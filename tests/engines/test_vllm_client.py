@@ -2,117 +2,85 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import gc
 
 import pytest
-from aiohttp import web
 
-from tests.engines.fake_server import answer, completion, fake_server
+from tests.engines.fake_server import answer, completion
+from tests.engines.stub_servers import Stub, engine_on, hangs, rollout_of, run
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
-from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError, GenerationError
-from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
+from trl_darts.scheduling import GroupPlan, Scheduler
 
 
-BODY = {"model": "m", "max_tokens": 100, "logprobs": 0}
-
-
-def run(urls, num_candidates=3, **kwargs):
-    engine = VLLMServerEngine(urls, Deadlines(request_s=5.0, return_s=1.0))
-    policies = make_policies("darts", 2, **kwargs)
-    try:
-        return engine.run(Scheduler(policies, 2), [GroupPlan(0, num_candidates)], [[ServerPrompt([5])]], BODY)
-    finally:
-        engine.close()
-
-
-async def complete(request: web.Request) -> web.Response:
-    return await answer(completion([4, 5, 6]))
+def darts(**kwargs) -> Scheduler:
+    return Scheduler(make_policies("darts", 2, **kwargs), 2)
 
 
 def test_abort_that_overtakes_its_request_is_sent_again():
-    asked: list[list[str]] = []
     released = asyncio.Event()
 
-    async def completions(request: web.Request) -> web.Response:
-        fields = await request.json()
-        if "-0-0" in fields["request_id"] or "-1-0" in fields["request_id"]:
+    async def decode(request, body):
+        if "-0-0" in body["request_id"] or "-1-0" in body["request_id"]:
             return await answer(completion([4, 5, 6]))
         await released.wait()
         return await answer(completion([4], "abort"))
 
-    async def abort(request: web.Request) -> web.Response:
-        asked.append((await request.json())["request_ids"])
-        if len(asked) == 3:  # the first two came too early
+    async def abort(request):
+        if len(server.aborts) == 2:  # the first two came too early
             released.set()
-        return await answer({"aborted": 2})
+        return await Stub.abort(server, request)
 
-    with fake_server({"POST /v1/completions": completions, "POST /abort_requests": abort}) as url:
-        (group,) = run([url], num_candidates=4).groups
-    assert len(asked) >= 3
-    assert all(i.startswith("cmpl-") and i.endswith("-0") for i in asked[0])
+    server = Stub(decode=decode, abort=abort)
+    with engine_on(server, request_s=5.0, return_s=1.0) as engine:
+        (group,) = engine.run(*rollout_of(size=4, scheduler=darts())).groups
+    assert len(server.aborts) >= 3
+    assert all(name.startswith("cmpl-") and name.endswith("-0") for name in server.aborts[0])
     assert [c.length for c in group.candidates[2:]] == [1, 1]
 
 
 def test_error_after_an_abort_ends_the_asking():
     """Each aborted candidate answers with an error, and the rollout continues with another group."""
-    asked: list[list[str]] = []
 
-    async def completions(request: web.Request) -> web.Response:
-        fields = await request.json()
-        if "-4-0" in fields["request_id"]:  # of the other group
+    async def decode(request, body):
+        if "-4-0" in body["request_id"]:  # of the other group
             await asyncio.sleep(1.0)
-        elif "-2-0" in fields["request_id"] or "-3-0" in fields["request_id"]:
-            while not asked:
+        elif "-2-0" in body["request_id"] or "-3-0" in body["request_id"]:
+            while not server.aborts:
                 await asyncio.sleep(0.01)
             return await answer({"error": {"message": "gone"}}, 400)
         return await answer(completion([4, 5, 6]))
 
-    async def abort(request: web.Request) -> web.Response:
-        asked.append((await request.json())["request_ids"])
-        return await answer({})
-
-    routes = {"POST /v1/completions": completions, "POST /abort_requests": abort}
-    with fake_server(routes) as url, contextlib.closing(VLLMServerEngine([url])) as engine:
-        scheduler = Scheduler(make_policies("darts", 2, num_longest=0), 2)
-        first, second = engine.run(
-            scheduler, [GroupPlan(0, 4), GroupPlan(1, 2)], [[ServerPrompt([5])]] * 2, BODY
-        ).groups
+    server = Stub(decode=decode)
+    with engine_on(server) as engine:
+        _, _, prompts, body = rollout_of(num_groups=2)
+        plans = [GroupPlan(0, 4), GroupPlan(1, 2)]
+        first, second = engine.run(darts(num_longest=0), plans, prompts, body).groups
     assert (first.selected, second.selected) == ([0, 1], [0, 1])
-    assert 1 <= len(asked) <= 2  # before, ten times a second
+    assert 1 <= len(server.aborts) <= 2  # before, ten times a second
 
 
 def test_requests_of_a_lost_server_are_closed_and_go_on_elsewhere():
-    open_requests = []
-
-    async def one_breaks(request: web.Request) -> web.Response:
-        fields = await request.json()
-        if "-0-" in fields["request_id"]:
+    async def one_breaks(request, body):
+        if "-0-" in body["request_id"]:
             await asyncio.sleep(0.2)
             request.transport.close()
-        open_requests.append(request)
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            open_requests.remove(request)
-            raise
-        return await answer(completion([4]))
+        return await hangs(request)
 
-    with (
-        fake_server({"POST /v1/completions": one_breaks}) as broken,
-        fake_server({"POST /v1/completions": complete}) as good,
-    ):
-        engine = VLLMServerEngine([broken, good])
-        scheduler = Scheduler(ScheduleSettings("grpo", 6).policies(), 6)
-        (group,) = engine.run(scheduler, [GroupPlan(0, 6)], [[ServerPrompt([5])]], BODY).groups
-        assert {c.engine_id for c in group.candidates} == {good}
+    async def waits(request, body):
+        while broken.num_open and body["request_id"].endswith("-1"):  # a second request of a candidate
+            await asyncio.sleep(0.01)
+        return await answer(completion([4, 5, 6]))
+
+    broken = Stub(decode=one_breaks)
+    with engine_on(broken, Stub(decode=waits), rollout_s=10.0) as engine:
+        (group,) = run(engine, size=6).groups
+        assert {c.engine_id for c in group.candidates} == {engine.base_urls[1]}
         assert sorted(c.segment for c in group.candidates) == [0, 0, 0, 1, 1, 1]
         engine.query(lambda server: server.get("/health"))  # the loop has taken a turn since
         assert not [task for task in asyncio.all_tasks(engine._loop) if "_decode" in repr(task)]
-        engine.close()
 
 
 def test_result_that_comes_with_the_poll_is_not_lost():
@@ -139,11 +107,9 @@ def test_result_that_comes_with_the_poll_is_not_lost():
 
 
 def test_cut_by_the_servers_repetition_detection_is_a_truncation():
-    async def completions(request: web.Request) -> web.Response:
-        return await answer(completion([4, 4, 4], "repetition"))
-
-    with fake_server({"POST /v1/completions": completions}) as url:
-        (group,) = run([url]).groups
+    server = Stub(decode=lambda request, body: answer(completion([4, 4, 4], "repetition")))
+    with engine_on(server) as engine:
+        (group,) = engine.run(*rollout_of(size=3, scheduler=darts())).groups
     assert not any(c.complete for c in group.candidates)
     assert len(group.rows) == 2
 

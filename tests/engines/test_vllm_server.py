@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.policies import make_policies
+from tests.waits import wait_for
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
 from trl_darts.engines.sampling import RolloutSeed
@@ -58,14 +58,6 @@ def fixed_lengths(lengths):
         "min_tokens": lengths[command.group_id][command.index] - 1,
         "logit_bias": {"1": 100},
     }
-
-
-def wait_for(condition, seconds: float) -> float:
-    start = time.perf_counter()
-    while not condition():
-        assert time.perf_counter() - start < seconds, f"not within {seconds} s"
-        time.sleep(0.01)
-    return time.perf_counter() - start
 
 
 def assert_sound(result: RolloutResult) -> None:
@@ -121,7 +113,7 @@ def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_s
         aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
         assert [c.index for c in aborted] == [1, 3, 6, 7]
         assert all(16 <= c.length < 1800 and len(c.logprobs) == c.length for c in aborted)
-    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+    wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
 
 
 def test_bounded_wait_streams_and_aborts(engine, vllm_server):
@@ -197,7 +189,7 @@ def test_what_moves_to_a_tail_server_is_the_models_own(vllm_server):
 def test_servers_words_surface(engine, vllm_server):
     with pytest.raises(GenerationError, match="Token id 99999 is out of vocabulary"):
         run(engine, body(vllm_server), [4, 4], prompts=[[60], [99999]])
-    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+    wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
     with pytest.raises(GenerationError, match="maximum context length is 2048"):
         run(engine, body(vllm_server), [4], prompts=[[60] * 2000])
 
@@ -209,7 +201,7 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
 
     with pytest.raises(KeyboardInterrupt):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [8] * 4, on_progress=interrupt)
-    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+    wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
     assert engine.states() == {vllm_server.base_url: State.UP}
 
 
@@ -218,10 +210,10 @@ def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
     scheduler = Scheduler(ScheduleSettings("grpo", 32).policies(), 32)
     fields = body(vllm_server, ignore_eos=True, max_tokens=2000)
     future = engine.start(scheduler, [GroupPlan(0, 32)], [[ServerPrompt([60, 61])]], fields)
-    wait_for(lambda: scheduler.ledger.num_running > 0, seconds=10.0)
+    wait_for(lambda: scheduler.ledger.num_running > 0, timeout_s=10.0)
     future.cancel()
     engine.close()
-    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+    wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
 
 
 def test_killed_trainer_leaves_nothing_running(vllm_server):
@@ -236,9 +228,9 @@ def test_killed_trainer_leaves_nothing_running(vllm_server):
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     try:
-        wait_for(lambda: vllm_server.num_running() > 0, seconds=60)
+        wait_for(lambda: vllm_server.num_running() > 0, timeout_s=60)
         os.kill(trainer.pid, signal.SIGKILL)
-        seconds = wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+        seconds = wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
         print(f"no request runs {seconds:.2f} s after the trainer was killed")
     finally:
         trainer.kill()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from benchmarks.vllm_server import free_port
+from tests.waits import wait_for
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.build import VLLMBuild
 from trl_darts.serving.command import ServerCommand
@@ -59,14 +58,6 @@ def family(pid: int) -> list[psutil.Process]:
     """Returns a process and all its descendants."""
     leader = psutil.Process(pid)
     return [leader, *leader.children(recursive=True)]
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Waits until the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def assert_ended(processes: list[psutil.Process], timeout_s: float = 20.0) -> None:

@@ -12,13 +12,14 @@ import psutil
 import pytest
 
 from tests.builders import ON_POLICY, make_args, make_trainer, rollout_logs
+from tests.waits import wait_for
 from trl_darts.engines.ray_list import RaySource
 from trl_darts.engines.ray_reader import ANSWER_S, POLL_S
 from trl_darts.engines.server_list import ServerList, ServerListError
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.on_ray import connect
 
-from .builders import assert_ended, family, free_ports, wait_for
+from .builders import assert_ended, family, free_ports
 
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

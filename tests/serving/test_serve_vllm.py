@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.vllm_server import VLLMServer
+from tests.waits import wait_for
 from trl_darts import __version__
 from trl_darts.cli import app
 from trl_darts.engines.addresses import key_of, key_path
 from trl_darts.engines.server_list import ServerList
 from trl_darts.serving.options import check_ports
 
-from .builders import assert_ended, family, free_ports, wait_for
+from .builders import assert_ended, family, free_ports
 
 
 pytestmark = pytest.mark.vllm

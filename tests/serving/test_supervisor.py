@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import wait_for
 from trl_darts.serving import supervisor
 from trl_darts.serving.supervisor import ProcessState, Server, ServerFailedError, Supervisor, counted_signals
 
-from .builders import assert_ended, fake_command, fake_server, family, make_exit, wait_for
+from .builders import assert_ended, fake_command, fake_server, family, make_exit
 
 
 STUBBORN = ("--ignore-sigterm", "--engine", "own")

@@ -11,6 +11,7 @@ import pytest
 from trl import GRPOTrainer
 
 from tests.builders import make_args, make_trainer
+from tests.waits import wait_for
 from trl_darts.scheduling import Candidate, GroupPlan
 from trl_darts.scheduling.ledger import Ledger
 from trl_darts.streaming.reward_stream import RewardStream, SettledRows
@@ -356,10 +357,7 @@ def test_threads_end_with_the_stream(released):
         submit(stream, [1], IDS[1:2])
         serve(stream, IDS)
     released.set()
-    deadline = time.monotonic() + 10
-    while any(thread.name.startswith("trl_darts-reward") for thread in set(threading.enumerate()) - others):
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.02)
+    wait_for(lambda: not any(t.name.startswith("trl_darts-reward") for t in set(threading.enumerate()) - others))
 
 
 # Errors
