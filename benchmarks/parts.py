@@ -8,7 +8,7 @@ there are no lines, so that the report has no section about what was not measure
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +48,32 @@ def median(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g}" if len(values) else "–"
 
 
+def _until_target(run: Line) -> float:
+    return run["seconds_to_target"] or math.inf
+
+
+PEERS_GAINED: cells.Columns = {
+    "seconds": (lambda own, base: own["seconds"], cells.mean),
+    "to the reward": (lambda own, base: _until_target(own), cells.mean),
+    "speed-up": (lambda own, base: _until_target(base) / _until_target(own), cells.ratio),
+    "reward at the end": (lambda own, base: own["reward"], cells.mean),
+}
+PEERS_SPENT: cells.Columns = {
+    "1,000 tokens trained on": (lambda own, base: own["trained_tokens"] / 1e3, cells.mean),
+    "mean age": (lambda own, base: own["staleness"], cells.mean),
+    "kept ÷ plain length": (lambda own, base: own["kept_over_plain"], cells.ratio),
+    "groups thrown away": (lambda own, base: own["thrown_groups"], cells.mean),
+}
+
+
 def peers(results: Path) -> str:
-    """Two tables: what each arm took to the target and spent, and where its steps' seconds went."""
-    runs = list(last(results, "peers", "arm", "seed").values())
+    """What each arm took to the target, what it spent, and where its steps' seconds went."""
+    lines = last(results, "peers", "arm", "seed")
+    runs = list(lines.values())
     if not runs:
         return ""
     arms = list(dict.fromkeys(run["arm"] for run in runs))
-    until: Callable[[Line], float] = lambda run: run["seconds_to_target"] or math.inf  # noqa: E731
-    columns: cells.Columns = {
-        "seconds": (lambda own, base: own["seconds"], cells.mean),
-        "to the reward": (lambda own, base: until(own), cells.mean),
-        "speed-up over AsyncGRPO": (lambda own, base: until(base) / until(own), cells.ratio),
-        "reward at the end": (lambda own, base: own["reward"], cells.mean),
-    }
-    spent: cells.Columns = {
-        "tokens trained on": (lambda own, base: own["trained_tokens"], cells.mean),
-        "mean age": (lambda own, base: own["staleness"], cells.mean),
-        "kept ÷ plain length": (lambda own, base: own["kept_over_plain"], cells.ratio),
-        "groups thrown away": (lambda own, base: own["thrown_groups"], cells.mean),
-    }
+    base = "async-4" if "async-4" in arms else arms[0]
     names = {"wait": "rollout (s)", "scoring": "scoring (s)", "sync": "sync (s)", "passes": "passes (s)"}
     rows = []
     for arm in arms:
@@ -75,10 +82,11 @@ def peers(results: Path) -> str:
         rows.append([arm, *(f"{means[name]:.2f}" for name in names), f"{means['rest']:.2f}"])
     text = f"""
         `python -m benchmarks.peers`: TRL's AsyncGRPO, with its `max_staleness`, and ours on one server at [a GPU's
-        pace](#how-it-was-run), each from the same model {origin(last(results, "peers", "arm", "seed"))}. The reward is
-        {runs[0]["target"]} of plain sampling, which was named before any run. *Age* is in optimizer steps. A step also
+        pace](#how-it-was-run), each from the same model {origin(lines)}. The reward is
+        {runs[0]["target"]} of plain sampling, which was named before any run, and the speed-up to it is over
+        *{base}*. *Age* is in optimizer steps. A step also
         takes {runs[0]["per_token"]:g} s for each token, which is in no column of the last table."""
-    made = [cells.compare("arm (seeds)", {"": runs}, own, arms, "async-4") for own in (columns, spent)]
+    made = [cells.compare("arm (seeds)", {"": runs}, own, arms, base) for own in (PEERS_GAINED, PEERS_SPENT)]
     parts = cells.table(["seconds between two steps", *names.values(), "rest (s)"], rows)
     return section("Beside TRL's AsyncGRPO", text, *made, parts)
 
