@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -228,6 +229,8 @@ def _chosen(parser: argparse.ArgumentParser, axis: str, values: Sequence[Any], t
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
     """Makes the runs that are missing, prints the tables, and exits with 1 if a run failed its check."""
     options = parse(benchmark, arguments)
+    if arguments is None:  # a command, which exits normally when it is terminated, so that servers are stopped
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for name in ("transformers", "trl_darts"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -120,16 +118,6 @@ def _patch_engine(module: ModuleType) -> None:
 
 
 @contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Inside this context, SIGTERM exits normally, so that the benchmark stops its server."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
 def paced_server(
     model_dir: Path, curve: LatencyCurve, **options: Any
 ) -> Iterator[tuple[VLLMServer, Callable[[], Pace]]]:
@@ -146,7 +134,7 @@ def paced_server(
             return Pace(**json.loads(counts.read_text())) if counts.exists() else Pace()
 
         # Asynchronous scheduling uses another method, which returns before the tokens are ready.
-        with _exit_on_sigterm(), start_vllm_server(model_dir, env=env, no_async_scheduling=True, **options) as server:
+        with start_vllm_server(model_dir, env=env, no_async_scheduling=True, **options) as server:
             yield server, pace
             if not pace().steps:
                 raise RuntimeError(f"No step of the engine was paced; log {server.log_path}:\n{server.log_tail()}")

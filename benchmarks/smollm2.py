@@ -16,7 +16,7 @@ others, only the tokens count.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,11 +90,13 @@ def server_of(setting: str, drafts: bool) -> Iterator[str]:
         yield url
 
 
-def run(shared: Shared, machine: str, seed: int, arm: str, steps: int, tests: int) -> dict[str, Any]:
+def run(shared: Shared, machine: str, seed: int, arm: str, steps: int, prompts: int, tests: int) -> dict[str, Any]:
     """Trains one arm, and returns its log and its scores before and after."""
     if machine == "cpu":
         torch.set_num_threads(2)  # the server is idle while the trainer computes
     url, setting = shared(server_of, machine, arm in DRAFTING), SETTINGS[machine]
+    if prompts:
+        setting = replace(setting, machine=replace(setting.machine, prompts=prompts))
     test, ends = make_dataset(tests, "test"), {}
     with TemporaryDirectory() as directory:
         trainer = trainer_of(arm, seed, url, setting, steps or setting.steps, directory)
@@ -262,9 +264,9 @@ BENCHMARK = Benchmark(
     {"machine": list(SETTINGS), "seed": SEEDS, "arm": list(ARMS)},
     run,
     tables,
-    options={"steps": 0, "tests": NUM_TEST},
+    options={"steps": 0, "prompts": 0, "tests": NUM_TEST},
     usual={"machine": ["cpu"]},
-    quick={"steps": 1, "tests": 2, "arm": [BASELINE]},
+    quick={"steps": 1, "prompts": 1, "tests": 2, "arm": [BASELINE]},
     file=file_of,
     named=("machine", "seed", "arm"),
     facts=lambda run: {"settings": ARMS[run["arm"]]},
