@@ -26,6 +26,6 @@ _plain, multiprocessing.get_context = multiprocessing.get_context, _get_context
 
 # For `/server_info`, a server asks pip, dpkg and others about its machine, which takes 5 s. Nobody reads the answer.
 _collected = types.ModuleType("vllm.collect_env")
-_collected.get_env_info = collections.namedtuple("SystemEnv", ())
+_collected.get_env_info = collections.namedtuple("SystemEnv", "cpu_info", defaults=["Model name: a CPU"])
 _collected.main = None
 sys.modules["vllm.collect_env"] = _collected
