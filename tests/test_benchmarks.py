@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import logging
+import signal
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +16,18 @@ from benchmarks.harness import Benchmark, Shared, alternate, main, parse, run_mi
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "BENCHMARK = " in path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def own_process():
+    """`main` ends with its process, and quiets it: loggers, warnings and the handler of SIGTERM are put back."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "trl_darts")]
+    levels, handler = [logger.level for logger in loggers], signal.getsignal(signal.SIGTERM)
+    with warnings.catch_warnings():
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    signal.signal(signal.SIGTERM, handler)
 
 
 def make(run, **fields):
