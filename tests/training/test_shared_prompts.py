@@ -3,8 +3,6 @@ Tests that rows that share a prompt train the same model as TRL's rows do, by th
 On two processes: `tests/launches/test_two_processes.py::test_trimmed_padding`.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -94,16 +92,15 @@ def test_the_comparison_can_fail(lm, tmp_path, monkeypatch, fault):
 def test_a_model_that_computes_something_else_is_found(lm, tmp_path, monkeypatch, caplog, fault):
     """As one that ignores masks of this form, or positions."""
     trainer, _ = trained(lm, tmp_path / "found", True, max_steps=1, **LONG)
-    plain = trainer.model.forward
-    replaced = {"mask": "attention_mask", "positions": "position_ids"}[fault]
+    model, ignored = trainer.model, {"mask": "attention_mask", "positions": "position_ids"}[fault]
 
-    def forward(**inputs):
-        return plain(**{name: value for name, value in inputs.items() if name != replaced or value.ndim < 2})
+    class Other:
+        parameters, modules, eval = model.parameters, model.modules, model.eval
 
-    other = SimpleNamespace(
-        parameters=trainer.model.parameters, modules=trainer.model.modules, eval=trainer.model.eval, __call__=None
-    )
-    other = type("Other", (), {"__call__": lambda self, **inputs: forward(**inputs), **vars(other)})()
+        def __call__(self, **inputs):
+            return model(**{name: value for name, value in inputs.items() if name != ignored or value.ndim < 2})
+
+    other = Other()
     shared = SharedPrompts(1e-3)
     assert not shared._probe(other)
     assert "Other computes something else if prompts are shared" in caplog.text

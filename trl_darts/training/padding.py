@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ..trl_compat import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
-from .shared_prompts import Lengths, SharedPrompts
+from .shared_prompts import Lengths, SharedPrompts, used
 
 
 Batch = dict[str, Any]  # rows as TRL's `_generate_and_score_completions` returns them
@@ -128,14 +128,6 @@ class Trimming:
         model = model if self.shared is None else self.shared.model(model, num_columns)
         return compute(model, ids, mask, num_columns)
 
-    def num_computed(self, batch: Batch) -> int:
-        """Returns the number of tokens that pass through the model for a micro-batch, padding included."""
-        shared = None
-        if self.shared is not None:
-            shared = self.shared.num_tokens(Lengths.of(*(batch[name] for name in (*PROMPT, "completion_mask"))))
-        num_rows, width = batch["completion_ids"].shape
-        return num_rows * (batch["prompt_ids"].shape[1] + width) if shared is None else shared
-
     def _ordered(self, batches: Sequence[Batch]) -> list[Batch]:
         if len(batches) == 1:
             return list(batches)
@@ -146,9 +138,8 @@ class Trimming:
 
     def _order(self, rows: Batch, batch_size: int) -> torch.Tensor:
         """Returns an order with the longest rows first, so that a lack of memory shows at once."""
-        lengths = Lengths.of(*(rows[name] for name in (*PROMPT, "completion_mask")))
-        whole = [sum(both) for both in zip(lengths.prompts, lengths.answers, strict=True)]
-        orders = [np.argsort(np.negative(own), stable=True).tolist() for own in (lengths.answers, whole)]
+        lengths = _lengths(rows)
+        orders = [np.argsort(np.negative(own), stable=True).tolist() for own in (lengths.answers, lengths.whole)]
         if self.shared is not None:
             orders.append(self.shared.order(lengths))
 
@@ -156,7 +147,7 @@ class Trimming:
             parts = [lengths.take(order[i : i + batch_size]) for i in range(0, len(order), batch_size)]
             if self.shared is not None:
                 return sum(self.shared.plan(part)[0] for part in parts)
-            return sum(len(part.prompts) * (max(part.prompts) + max(part.answers)) for part in parts)
+            return sum(len(part.prompts) * part.padded for part in parts)
 
         return torch.tensor(min(orders, key=cost))
 
@@ -174,7 +165,7 @@ class Trimming:
         }
 
     def _width(self, mask: torch.Tensor, least: int) -> int:
-        width = max(least, int(_used(mask).amax()))
+        width = max(least, int(used(mask).amax()))
         if self.few_widths:
             width = 1 << (width - 1).bit_length()
         return min(mask.shape[1], -(-width // self.multiple) * self.multiple)
@@ -187,17 +178,16 @@ def padding_metrics(
     sums = torch.zeros(4)
     for batch in batches:
         num_rows, width = batch["completion_ids"].shape
-        padded = num_rows * (batch["prompt_ids"].shape[1] + width)
-        computed = padded if trimming is None else trimming.num_computed(batch)
+        shared = None if trimming is None or trimming.shared is None else trimming.shared.num_tokens(_lengths(batch))
+        computed = num_rows * (batch["prompt_ids"].shape[1] + width) if shared is None else shared
         there = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
         sums += torch.tensor([computed, there, num_rows * width, num_rows])
     computed, there, columns, rows = accelerator.gather(sums.to(accelerator.device)).view(-1, 4).sum(0).tolist()
     return {"darts/train/padding_ratio": computed / max(1, there), "darts/train/completion_width": columns / rows}
 
 
-def _used(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the number of columns of each row up to the last one in its mask."""
-    return (mask.bool() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
+def _lengths(rows: Batch) -> Lengths:
+    return Lengths.of(*(rows[name] for name in (*PROMPT, "completion_mask")))
 
 
 def _concatenated(batches: Sequence[Batch]) -> Batch:

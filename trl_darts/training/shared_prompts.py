@@ -55,11 +55,22 @@ class Lengths:
 
     @classmethod
     def of(cls, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, answer_mask: torch.Tensor) -> "Lengths":
-        columns = [torch.arange(1, mask.shape[1] + 1, device=mask.device) for mask in (prompt_mask, answer_mask)]
-        prompts = (prompt_mask.flip(1).bool() * columns[0]).amax(1)
-        answers = (answer_mask.bool() * columns[1]).amax(1)
         groups = torch.unique(prompt_ids.masked_fill(prompt_mask == 0, -1), dim=0, return_inverse=True)[1]
-        return cls(*torch.stack([prompts, answers, groups]).tolist())
+        return cls(*torch.stack([used(prompt_mask.flip(1)), used(answer_mask), groups]).tolist())
+
+    @property
+    def whole(self) -> list[int]:
+        """Tokens of each row."""
+        return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+    @property
+    def padded(self) -> int:
+        """Width of all rows together: prompts are padded on the left, and answers on the right."""
+        return max(self.prompts) + max(self.answers)
+
+    def shared(self, rows: Sequence[int]) -> int:
+        """Tokens of a new row with the answers of these rows, see [`Layout`]."""
+        return self.prompts[rows[0]] - 1 + sum(self.answers[row] for row in rows)
 
     def take(self, rows: Sequence[int]) -> "Lengths":
         return Lengths(*([own[row] for row in rows] for own in (self.prompts, self.answers, self.groups)))
@@ -125,8 +136,9 @@ class SharedPrompts:
         Chooses how many siblings share a row: many save prompts, and few save attention between rows that don't see
         each other. Returns the cost, and the rows of each new row, `None` if a row each costs least.
         """
-        cost, best = self._cost(len(lengths.prompts), max(lengths.prompts) + max(lengths.answers)), None
-        if min(lengths.prompts) < 1 or not any(lengths.answers) or not self._fits_window(lengths):
+        cost, best = self._cost(len(lengths.prompts), lengths.padded), None
+        fits = self.window is None or max(lengths.whole) <= self.window
+        if min(lengths.prompts) < 1 or not any(lengths.answers) or not fits:
             return cost, None
         members: dict[int, list[int]] = defaultdict(list)
         for row in sorted(range(len(lengths.groups)), key=lambda row: -lengths.answers[row]):
@@ -135,7 +147,7 @@ class SharedPrompts:
         size, bound = max(map(len, members.values())), MIN_GAIN * cost
         while size > 1:
             rows = [part for own in members.values() for part in _dealt(own, -(-len(own) // size), lengths.answers)]
-            width = max(self._width(part, lengths) for part in rows)
+            width = max(map(lengths.shared, rows))
             if width <= MAX_LENGTH and (own_cost := self._cost(len(rows), width)) < bound:
                 cost, best, bound = own_cost, rows, own_cost
             size //= 2
@@ -144,17 +156,10 @@ class SharedPrompts:
     def num_tokens(self, lengths: Lengths) -> int | None:
         """Returns the number of tokens that are computed, padding included, `None` if each row is passed on alone."""
         rows = self.plan(lengths)[1]
-        return None if rows is None else len(rows) * max(self._width(part, lengths) for part in rows)
+        return None if rows is None else len(rows) * max(map(lengths.shared, rows))
 
     def _cost(self, num_rows: int, width: int) -> float:
         return num_rows * (width + self.attention_cost * width**2)
-
-    def _width(self, rows: Sequence[int], lengths: Lengths) -> int:
-        return lengths.prompts[rows[0]] - 1 + sum(lengths.answers[row] for row in rows)
-
-    def _fits_window(self, lengths: Lengths) -> bool:
-        longest = max(map(sum, zip(lengths.prompts, lengths.answers, strict=True)))
-        return self.window is None or longest <= self.window
 
     # The forward pass
 
@@ -268,7 +273,7 @@ class Layout:
     @classmethod
     def of(cls, lengths: Lengths, rows: Sequence[Sequence[int]], width: int, num_columns: int) -> "Layout":
         start = width - num_columns  # of the answers
-        longest = max(lengths.prompts[own[0]] - 1 + sum(lengths.answers[row] for row in own) for own in rows)
+        longest = max(map(lengths.shared, rows))
         tokens, labels, segments, positions = (np.zeros((len(rows), longest), np.int64) for _ in range(4))
         segments -= 1
         sources, targets = [], []
@@ -287,6 +292,11 @@ class Layout:
                 targets.append(row * num_columns + steps)
                 end += len(steps)
         return cls(tokens, labels, segments, positions, np.concatenate(sources), np.concatenate(targets))
+
+
+def used(mask: torch.Tensor) -> torch.Tensor:
+    """Returns the number of columns of each row up to the last one in its mask."""
+    return (mask.bool() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
 
 
 def visible(segments: torch.Tensor, is_key: torch.Tensor) -> torch.Tensor:
