@@ -62,25 +62,16 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             f"{args.own_prompts} with `rollout_func`, which generates its batch by itself. Set "
             f"{args.without_own_prompts}."
         )
-    resolve(args, None)
-    chose = args.over_provisions
-    resolve(args, turns)
-    if chose and not args.over_provisions:
+    args.resolve()
+    if turns is not None and args.over_provisions:
+        reason = f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
+        args.resolve(Facts(whole_groups=reason))
         logger.warning(
             f"With `{turns}`, candidates would be chosen by the first turn of their conversations. So no more are "
             f"sampled than are trained on, {args.num_generations} per prompt, and all are waited for, as with "
             "`schedule='grpo'`."
         )
     args.check_start()
-
-
-def resolve(args: Any, turns: str | None, no_deferral: str | None = None) -> None:
-    """
-    Computes the settings that depend on the trainer's arguments. `turns` is the argument that makes a completion a
-    conversation, if one does. `no_deferral` tells why prompts can't wait for another round.
-    """
-    reason = turns and f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
-    args.resolve(Facts(no_deferral, reason))
 
 
 def check_objects(model: Any, callbacks: Any) -> None:
@@ -269,7 +260,8 @@ def _guard(trainer: Any) -> None:
     args = trainer.args
     if args.defer_unsettled_groups is not None or not args.bounds_wait:  # not with tools, with which all are kept
         return
-    resolve(args, None, no_deferral := _not_buffered(trainer, "")[0])
+    no_deferral = _not_buffered(trainer, "")[0]
+    args.resolve(Facts(no_deferral))
     cause = args.cannot_defer or no_deferral
     if cause is None:
         return

@@ -79,7 +79,6 @@ class ScheduleSettings(ScheduleFields):
     """
 
     def __post_init__(self) -> None:
-        self.forget_filled_in()
         check_fields(self, ScheduleFields)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
         self.resolve()
 
