@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_darts.analysis import profile as analysis
+from trl_darts.analysis.output_files import check_writable
 from trl_darts.analysis.profile import profiler
 from trl_darts.cli import app
 from trl_darts.cli import profile as command
@@ -137,3 +138,11 @@ def test_without_matplotlib(measured, monkeypatch):
 
 def test_help_shows_an_example():
     assert f"trl-darts profile {URL} --output latency.json" in run("--help").stdout
+
+
+def test_a_broken_link_is_left_as_it_was(tmp_path):
+    link = tmp_path / "latency.json"
+    link.symlink_to(tmp_path / "gone.json")
+    check_writable("output", link)
+    assert link.is_symlink()
+    assert not link.exists()
