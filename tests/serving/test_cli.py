@@ -44,6 +44,7 @@ def run(*args: str):
         (["other"], "Error: `other` is one argument too many"),
         (["--log-dir", __file__], "Error: [Errno 17] File exists"),
         (["--api-key", "k"], "Error: `--api-key` was removed. Set VLLM_API_KEY in the environment"),
+        (["--num-generations", "4"], "Error: No such option: --num-generations"),  # which another command had
     ],
 )
 def test_bad_input(model, monkeypatch, args, message):

@@ -14,25 +14,28 @@ from ..errors import ConfigurationError, TRLDARTSError
 
 
 USAGE_ERROR = 2
-# Options of earlier versions, with what replaces them.
-REMOVED = {
-    "--api-key": f"Set {API_KEY_VARIABLE} in the environment: everyone on the machine can read a command line.",
-    "--draft-history": "Drafts come from the server's own answers. Leave it out.",
-    "--num-generations": "Use `--sweep num_generations=8`.",
-    **dict.fromkeys(
-        ("--max-num-seqs", "--kv-tokens", "--prefill-seconds-per-token"), "A file of `trl-darts profile` has it."
-    ),
-    **dict.fromkeys(
-        (
-            *("--max-completion-length", "--num-prompts", "--median-length", "--inter-prompt-std"),
-            *("--intra-prompt-std", "--endless-share", "--uniform-share", "--shaping"),
+# Options that commands had in earlier versions, with what replaces them.
+KEY = {"--api-key": f"Set {API_KEY_VARIABLE} in the environment: everyone on the machine can read a command line."}
+REMOVED: dict[str, dict[str, str]] = {
+    "profile": KEY,
+    "serve": {**KEY, "--draft-history": "Drafts come from the server's own answers. Leave it out."},
+    "simulate": {
+        "--num-generations": "Use `--sweep num_generations=8`.",
+        **dict.fromkeys(
+            ("--max-num-seqs", "--kv-tokens", "--prefill-seconds-per-token"), "A file of `trl-darts profile` has it."
         ),
-        "Name a run with `--trace`, or use `trl_darts.analysis.simulation.Workload` in Python.",
-    ),
-    **dict.fromkeys(
-        ("--layout", "--switch-seconds", "--seconds-per-request", "--draft-acceptance"),
-        "Use `trl_darts.analysis.simulation.ClusterSpec` in Python.",
-    ),
+        **dict.fromkeys(
+            (
+                *("--max-completion-length", "--num-prompts", "--median-length", "--inter-prompt-std"),
+                *("--intra-prompt-std", "--endless-share", "--uniform-share", "--shaping"),
+            ),
+            "Name a run with `--trace`, or use `trl_darts.analysis.simulation.Workload` in Python.",
+        ),
+        **dict.fromkeys(
+            ("--layout", "--switch-seconds", "--seconds-per-request", "--draft-acceptance"),
+            "Use `trl_darts.analysis.simulation.ClusterSpec` in Python.",
+        ),
+    },
 }
 UsageError: Any = typer.BadParameter.__base__  # click's, or newer typer's copy of it
 
@@ -80,7 +83,8 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if "\n" in error.message:  # the help of a group without a command
                 raise
-            if remedy := REMOVED.get(getattr(error, "option_name", None) or ""):
-                fail(f"`{error.option_name}` was removed. {remedy}")
+            name, option = getattr(error.ctx, "info_name", ""), getattr(error, "option_name", "")
+            if remedy := REMOVED.get(name, {}).get(option):
+                fail(f"`{option}` was removed. {remedy}")
             command = getattr(error.ctx, "command_path", ctx.command_path)
             fail(f"{error.format_message().rstrip('.')}. `{command} --help` lists what it takes.")

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -31,41 +31,41 @@ if TYPE_CHECKING:
     from ..serving.supervisor import Supervisor
 
 
-def option(text: str, *names: str, metavar: str | None = None) -> Any:
-    """Declares an option."""
-    return typer.Option(*names, help=text, metavar=metavar)
-
-
 Model = Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the Hugging Face Hub.")]
 Flags = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vLLM for every server.", show_default=False),
 ]
-NumServers = Annotated[int, option("Number of servers, all with the same model.")]
-TensorParallelSize = Annotated[int, option("GPUs that share one copy of the model.")]
+NumServers = Annotated[int, typer.Option(help="Number of servers, all with the same model.")]
+TensorParallelSize = Annotated[int, typer.Option(help="GPUs that share one copy of the model.")]
 LAYOUT = (
     "Main servers and tail servers on the same GPUs, as servers × GPUs each, such as 4x1+1x4. On a CPU, as servers × "
     "threads."
 )
 Devices = Annotated[
-    str | None, option("GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST")
+    str | None,
+    typer.Option(help="GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST"),
 ]
-Host = Annotated[str, option("Address to listen on. Requires a key unless it is a loopback address.")]
-Port = Annotated[int, option("Port of the first server. The others use the following ports.")]
+Host = Annotated[str, typer.Option(help="Address to listen on. Requires a key unless it is a loopback address.")]
+Port = Annotated[int, typer.Option(help="Port of the first server. The others use the following ports.")]
 Speculative = Annotated[
-    str | None, option("Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD")
+    str | None, typer.Option(help="Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD")
 ]
 MaxModelLen = Annotated[
-    int | None, option("Tokens of prompt and completion together. The model's own limit by default.")
+    int | None, typer.Option(help="Tokens of prompt and completion together. The model's own limit by default.")
 ]
-WeightSync = Annotated[str, option("How the trainer sends weights: auto, nccl or filesystem.", metavar="WAY")]
-Restart = Annotated[bool, option("Restart servers that die, while the others keep running.", "--restart")]
+WeightSync = Annotated[
+    str, typer.Option(help="How the trainer sends weights: auto, nccl or filesystem.", metavar="WAY")
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Restart servers that die, while the others keep running.")]
 NO_KEY = "On a loopback address: let every user of the machine use the servers, without a key."
-Timeout = Annotated[float, option("Seconds until a server must be healthy.")]
-LogDir = Annotated[Path | None, option("Directory for the servers' logs. A temporary one by default.")]
+Timeout = Annotated[float, typer.Option(help="Seconds until a server must be healthy.")]
+LogDir = Annotated[Path | None, typer.Option(help="Directory for the servers' logs. A temporary one by default.")]
 OUTPUT = "File with the addresses of the healthy servers, for the trainer's `vllm_server_list`."
-Place = Annotated[str | None, option("Where the servers run: ray, on a Ray cluster. Default: here.", metavar="PLACE")]
-Name = Annotated[str, option("With `--on ray`: name by which trainers find the servers.")]
+Place = Annotated[
+    str | None, typer.Option(help="Where the servers run: ray, on a Ray cluster. Default: here.", metavar="PLACE")
+]
+Name = Annotated[str, typer.Option(help="With `--on ray`: name by which trainers find the servers.")]
 JOIN = "With `--on ray`: add servers to those of a running command by `--name`."
 PLACEMENT = "With `--on ray`: spread over the nodes, or pack on few."
 RAY = (
@@ -79,7 +79,7 @@ def serve(
     vllm_flags: Flags = None,
     num_servers: NumServers = 1,
     tensor_parallel_size: TensorParallelSize = 1,
-    layout: Annotated[str | None, option(LAYOUT, metavar="LAYOUT")] = None,
+    layout: Annotated[str | None, typer.Option(help=LAYOUT, metavar="LAYOUT")] = None,
     devices: Devices = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -87,15 +87,15 @@ def serve(
     max_model_len: MaxModelLen = None,
     weight_sync: WeightSync = "auto",
     restart: Restart = False,
-    no_api_key: Annotated[bool, option(NO_KEY, "--no-api-key")] = False,
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help=NO_KEY)] = False,
     timeout: Timeout = 1800.0,
     log_dir: LogDir = None,
-    output: Annotated[Path | None, option(OUTPUT, metavar="FILE")] = None,
+    output: Annotated[Path | None, typer.Option(help=OUTPUT, metavar="FILE")] = None,
     on: Place = None,
     name: Name = "trl-darts",
-    join: Annotated[bool, option(JOIN, "--join")] = False,
-    placement: Annotated[str, option(PLACEMENT, metavar="WAY")] = "spread",
-    ray_address: Annotated[str | None, option(RAY, metavar="ADDRESS")] = None,
+    join: Annotated[bool, typer.Option("--join", help=JOIN)] = False,
+    placement: Annotated[str, typer.Option(help=PLACEMENT, metavar="WAY")] = "spread",
+    ray_address: Annotated[str | None, typer.Option(help=RAY, metavar="ADDRESS")] = None,
 ) -> None:
     """
     Start vLLM servers for a trainer, and print the trainer's arguments. Ctrl-C stops all servers.

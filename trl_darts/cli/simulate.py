@@ -33,62 +33,60 @@ FILES = ("simulation.csv", "simulation.png")
 PROMPTS_PER_STEP, MAX_COMPLETION_LENGTH, NUM_GENERATIONS = 128, 32_768, 8  # without a trace
 
 console = Console()
-
-
-def option(text: str, **more: Any) -> Any:
-    """Declares an option whose help names its default."""
-    return typer.Option(help=text, show_default=False, **more)
+option = partial(typer.Option, show_default=False)
 
 
 Trace = Annotated[
     Path | None,
     option(
-        "`output_dir` of a run with `save_rollout_trace=True`, or of TRL's trainer with `record_lengths` or "
+        help="`output_dir` of a run with `save_rollout_trace=True`, or of TRL's trainer with `record_lengths` or "
         "`log_completions=True`: its lengths, prompts and batch are used."
     ),
 ]
 Lengths = Annotated[
     str | None,
-    option(f"Published lengths, without a trace: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME"),
+    option(help=f"Published lengths, without a trace: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME"),
 ]
-PromptsPerStep = Annotated[int | None, option("Prompts per rollout. Default: the trace's, or 128.")]
+PromptsPerStep = Annotated[int | None, option(help="Prompts per rollout. Default: the trace's, or 128.")]
 Curve = Annotated[
     Path | None,
-    option("File of `trl-darts profile`. Default: fitted to the times in the trace, or NVIDIA's of Llama-3.1-8B."),
+    option(
+        help="File of `trl-darts profile`. Default: fitted to the times in the trace, or NVIDIA's of Llama-3.1-8B."
+    ),
 ]
 NumEngines = Annotated[
     int | None,
-    option("Data parallel engines. Default: the trace's with a curve fitted to it, 1 with a file, or else 8."),
+    option(help="Data parallel engines. Default: the trace's with a curve fitted to it, 1 with a file, or else 8."),
 ]
 NumGPUs = Annotated[
     int | None,
     option(
-        "GPUs of the trainer and of engines with one each: shows each setting with its fastest split. "
+        help="GPUs of the trainer and of engines with one each: shows each setting with its fastest split. "
         "--train-seconds-per-token is then that of a single GPU."
     ),
 ]
 TrainSeconds = Annotated[
-    float, option("Seconds of training per token trained on, without padding. Default: 0, rollouts only.")
+    float, option(help="Seconds of training per token trained on, without padding. Default: 0, rollouts only.")
 ]
-FixedSeconds = Annotated[float, option("Seconds per step for weight sync, rewards and the like. Default: 0.")]
+FixedSeconds = Annotated[float, option(help="Seconds per step for weight sync, rewards and the like. Default: 0.")]
 Schedules = Annotated[
     list[str],
     option(
-        f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Separate them by commas, or repeat "
-        "the option. Default: grpo,darts."
+        help=f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Separate them by commas, "
+        "or repeat the option. Default: grpo,darts."
     ),
 ]
 Sweep = Annotated[
     list[str] | None,
     option(
-        "A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. Each "
+        help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. Each "
         "schedule takes the settings that it reads.",
         metavar="NAME=VALUE,…",
     ),
 ]
-Steps = Annotated[int, option("Steps of each simulated run. Default: 50.")]
-Seeds = Annotated[int, option("Simulated runs of each setting. Default: 5.")]
-Output = Annotated[Path | None, option(f"Directory for `{FILES[0]}` and `{FILES[1]}`.")]
+Steps = Annotated[int, option(help="Steps of each simulated run. Default: 50.")]
+Seeds = Annotated[int, option(help="Simulated runs of each setting. Default: 5.")]
+Output = Annotated[Path | None, option(help=f"Directory for `{FILES[0]}` and `{FILES[1]}`.")]
 
 
 def simulate(
