@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -231,16 +231,29 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
     options = parse(benchmark, arguments)
     if arguments is None:  # a command, which exits normally when it is terminated, so that servers are stopped
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    for name in ("transformers", "trl_darts"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    with tempfile.TemporaryDirectory() as directory:
+    with quiet(), tempfile.TemporaryDirectory() as directory:
         results = options.results or (Path(directory) if options.quick else RESULTS)
         wrong = [] if options.only_tables else run_missing(benchmark, options, results)
         print(f"\n{benchmark.table(results)}".rstrip())
     for message in wrong:
         print(f"error: {message}", file=sys.stderr)
     sys.exit(1 if wrong else 0)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside this context, libraries log errors alone."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "trl_darts")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def run_missing(benchmark: Benchmark, options: argparse.Namespace, results: Path) -> list[str]:

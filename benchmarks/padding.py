@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -193,18 +193,26 @@ def run(
     """Measures all three trainers in turn."""
     own = tail(scale)[:rows]
     own = own if lengths == "tail" else np.full(rows, round(own.mean()))
+    make_model = partial(random_model, hidden_size, num_layers)
+    found = compare(lambda arm, out: step(arm, make_model(), own, out), ARMS, repeats)
+    return {"rows": describe(own), "hidden_size": hidden_size, "num_layers": num_layers, **found}
+
+
+def compare(
+    step_of: Callable[[str, str], tuple[dict[str, float], torch.Tensor]], arms: Iterable[str], repeats: int
+) -> dict[str, Any]:
+    """Measures the arms in turn, each in a new folder. Returns their costs, and how far gradients are from TRL's."""
     gradients: dict[str, torch.Tensor] = {}
 
     def measured(arm: str) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as out:
-            cost, gradients[arm] = step(arm, random_model(hidden_size, num_layers), own, out)
+            cost, gradients[arm] = step_of(arm, out)
         return cost
 
-    runs = alternate({arm: partial(measured, arm) for arm in ARMS}, repeats)
+    runs = alternate({arm: partial(measured, arm) for arm in arms}, repeats)
     whole = gradients["TRL"]
     apart = {arm: ((gradient - whole).norm() / whole.norm()).item() for arm, gradient in gradients.items()}
-    size = {"rows": describe(own), "hidden_size": hidden_size, "num_layers": num_layers}
-    return {**size, "runs": runs, "gradient": apart}
+    return {"runs": runs, "gradient": apart}
 
 
 BENCHMARK = Benchmark(

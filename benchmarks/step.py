@@ -12,8 +12,6 @@ above what was there before it, and by how much the gradient differs from TRL's.
 this process.
 """
 
-import tempfile
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import torch
 from datasets import Dataset
 
 from benchmarks import padding, parts
-from benchmarks.harness import Benchmark, Shared, alternate, main
+from benchmarks.harness import Benchmark, Shared, main
 
 
 ARMS: dict[str, dict[str, Any]] = {"TRL": {}, "trimmed": {"share_prompts": False}, "shared": {"share_prompts": True}}
@@ -39,22 +37,15 @@ def run(
 ) -> dict[str, Any]:
     """Measures all arms in turn, with prompts of this many tokens."""
     lengths = padding.tail(scale)[:rows]
-    gradients: dict[str, torch.Tensor] = {}
+    data = prompts_of(prompt, rows)
+    batches = {"per_device_train_batch_size": BATCH_SIZE, "gradient_accumulation_steps": rows // BATCH_SIZE}
 
-    def measured(arm: str) -> dict[str, float]:
-        name = "TRL" if arm == "TRL" else "trim_padding=True"
-        fields = {"per_device_train_batch_size": BATCH_SIZE, "gradient_accumulation_steps": rows // BATCH_SIZE}
-        model = padding.random_model(hidden_size, num_layers)
-        with tempfile.TemporaryDirectory() as out:
-            data = prompts_of(prompt, rows)
-            cost, gradients[arm] = padding.step(name, model, lengths, out, data, **fields, **ARMS[arm])
-        return cost
+    def step_of(arm: str, out: str) -> tuple[dict[str, float], torch.Tensor]:
+        name, model = "TRL" if arm == "TRL" else "trim_padding=True", padding.random_model(hidden_size, num_layers)
+        return padding.step(name, model, lengths, out, data, **batches, **ARMS[arm])
 
-    runs = alternate({arm: partial(measured, arm) for arm in ARMS}, repeats)
-    whole = gradients["TRL"]
-    apart = {arm: ((gradient - whole).norm() / whole.norm()).item() for arm, gradient in gradients.items()}
-    size = {"rows": padding.describe(lengths), "hidden_size": hidden_size, "num_layers": num_layers}
-    return {**size, "runs": runs, "gradient": apart}
+    found = padding.compare(step_of, ARMS, repeats)
+    return {"rows": padding.describe(lengths), "hidden_size": hidden_size, "num_layers": num_layers, **found}
 
 
 BENCHMARK = Benchmark(

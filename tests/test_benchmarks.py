@@ -3,8 +3,6 @@
 import importlib
 import json
 import logging
-import signal
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,18 +14,6 @@ from benchmarks.harness import Benchmark, Shared, alternate, main, parse, run_mi
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "BENCHMARK = " in path.read_text())
-
-
-@pytest.fixture(autouse=True)
-def own_process():
-    """`main` ends with its process, and quiets it: loggers, warnings and the handler of SIGTERM are put back."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "trl_darts")]
-    levels, handler = [logger.level for logger in loggers], signal.getsignal(signal.SIGTERM)
-    with warnings.catch_warnings():
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    signal.signal(signal.SIGTERM, handler)
 
 
 def make(run, **fields):
@@ -90,6 +76,15 @@ def test_the_exit_status_tells_of_a_failed_check(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "the table" in shown.out
     assert "error: ours lost 1" in shown.err
+
+
+def test_loggers_are_quiet_during_the_runs_alone():
+    seen, logger = [], logging.getLogger("trl_darts")
+    before = logger.level
+    with pytest.raises(SystemExit, match="0"):
+        main(make(lambda shared, **run: seen.append(logger.level) or {}), ["--quick"])
+    assert set(seen) == {logging.ERROR}
+    assert logger.level == before != logging.ERROR
 
 
 def test_what_is_shared_is_closed_when_another_one_is_needed(tmp_path):
