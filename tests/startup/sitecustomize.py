@@ -4,8 +4,8 @@ seconds of each start: importing torch and vLLM makes a million objects, and wit
 time goes to the garbage collector. What it changes of a vLLM server, no test is about.
 """
 
-import collections
 import gc
+import importlib.util
 import multiprocessing
 import sys
 import types
@@ -24,8 +24,18 @@ def _get_context(method=None):
 
 _plain, multiprocessing.get_context = multiprocessing.get_context, _get_context
 
-# For `/server_info`, a server asks pip, dpkg and others about its machine, which takes 5 s. Nobody reads the answer.
-_collected = types.ModuleType("vllm.collect_env")
-_collected.get_env_info = collections.namedtuple("SystemEnv", "cpu_info", defaults=["Model name: a CPU"])
-_collected.main = None
-sys.modules["vllm.collect_env"] = _collected
+
+def _get_env_info():
+    """For `/server_info`, a server asks pip, dpkg and others about its machine, which takes 5 s. Here, lscpu alone."""
+    path = sys.modules["vllm"].__path__[0] + "/collect_env.py"
+    spec = importlib.util.spec_from_file_location("vllm_collect_env", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = module.run
+    module.run = lambda command: run(command) if command == "lscpu" else (0 if "list" in command else 1, "", "")
+    return module.get_env_info()
+
+
+_quick = types.ModuleType("vllm.collect_env")
+_quick.get_env_info, _quick.main = _get_env_info, None
+sys.modules["vllm.collect_env"] = _quick
