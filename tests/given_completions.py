@@ -25,7 +25,7 @@ class GivenCompletions(DARTSGRPOTrainer):
     fillers: frozenset[int] = frozenset()
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **kwargs: Any) -> Any:
-        self._source.fillers = self.fillers
+        self._batch.fillers = self.fillers
         rng = np.random.default_rng(1000 * self.state.global_step + self.accelerator.process_index)
         lengths = np.minimum(np.ceil(np.exp(rng.normal(1.5, 1.0, len(prompt_ids)))).astype(int), LIMIT)
         rows = [rng.integers(5, 60, length).tolist() for length in lengths]

@@ -12,11 +12,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
+from .buffer.batch import Batch, Prompts
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import Rollouts, known_columns
 from .buffer.feed import PromptFeed
 from .buffer.loop import LoopPosition
-from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
+from .buffer.sources import Launched, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import (
     check_arguments,
@@ -106,6 +107,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # Class-level: TRL's own tests build trainers without __init__.
     _sources: tuple[TRLSource, TRLSource] = (TRLSource(), TRLSource())  # of training, of evaluation
     _batches: BufferedBatches | None = None  # set if the schedule trains on other batches than the loader's
+    _batch = Batch()  # that TRL scores
     _streams = Streams()
     _in_tool_loop = False
     _sampler: Any = None  # of the training data
@@ -203,9 +205,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         prompts = Prompts(prompt_ids, num_generations, images, multimodal_fields)
         if self._in_tool_loop:
             rows = self._source.later_turn(prompts)
-        else:
+        elif (rows := self._batch.completions(prompt_ids)) is None:
             with self._score_clock.paused():
-                rows = self._source.completions(prompts)
+                rows = self._source.sample(prompts)
+            self._batch.fillers = frozenset() if rows is None else rows.fillers
         if rows is None:
             turn = super()._generate_single_turn
             return turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -270,12 +273,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
         """Has `score`, TRL's `_generate_and_score_completions` or a subclass's around it, score the next batch."""
         source = self._source
         with self._streams.serving(source.input_of(inputs)) as streamed:
-            inputs = source.next_inputs(inputs)
+            batch = source.next(inputs)
             # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
             asked = partial(self._rewards_of_batch, self._calculate_rewards)
-            with self._score_clock.running(), replaced(self, "_calculate_rewards", asked):
-                output = score(inputs, *args, **kwargs)
-        metrics = {**streamed, **source.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
+            with (
+                self._score_clock.running(),
+                replaced(self, "_batch", batch),
+                replaced(self, "_calculate_rewards", asked),
+            ):
+                output = score(batch.inputs, *args, **kwargs)
+        metrics = {**streamed, **batch.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
         return output
@@ -290,18 +297,18 @@ class DARTSGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> Any:
         first = self.accelerator.process_index * len(prompts)
-        for row in self._source.fillers.intersection(range(first, first + len(prompts))):
+        for row in self._batch.fillers.intersection(range(first, first + len(prompts))):
             completions[row - first][0].pop("tool_calls", None)  # the server rejected the filler rows' prompts
         with replaced(self, "_in_tool_loop", True):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        source = self._source
+        serve, score = self._batch.rewards, partial(self._score_rows, None, *args, **kwargs)
         with replaced(self, "_calculate_rewards", calculate):
-            rewards = source.rewards(self._score_rows, *args, **kwargs)
-        if source.trains:
+            rewards = score() if serve is None else serve()
+        if self._source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
-        return forget_filler_rewards(rewards, source.fillers)
+        return forget_filler_rewards(rewards, self._batch.fillers)
 
     def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""

@@ -2,8 +2,8 @@
 Where TRL's batches and their completions come from: the data loader, or the rollout buffer.
 
 ```
-loader ──▶ next_inputs ──────────────────────▶ TRL tokenizes ──▶ completions: a rollout ────▶ TRL scores
-loader ──▶ next_inputs: buffer and rollouts ──▶ TRL tokenizes ──▶ completions: the kept rows ──▶ TRL scores
+loader ──▶ next ───────────────────────▶ TRL tokenizes ──▶ sample: a rollout ──▶ TRL scores
+loader ──▶ next: buffer and rollouts ──▶ TRL tokenizes ──▶ the kept rows ──────▶ TRL scores
 ```
 
 Every source is used on all processes at once, unless a method says otherwise.
@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Generic, TypeVar
 
-import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ..engines.batch import PromptBatch
@@ -35,9 +33,10 @@ from ..scheduling import (
 )
 from ..scheduling.continuous import entering
 from ..streaming import Streams, decode_completions
-from ..telemetry.metrics import RolloutRecord, buffer_metrics, ratio_metrics
-from ..training.rows import KeptRows, Tokens, forget_stale_logprobs, mask_fillers, mask_stale
-from .batches import BufferedBatches, BufferedRows
+from ..telemetry.metrics import RolloutRecord, buffer_metrics
+from ..training.rows import BufferedRows, KeptRows
+from .batch import Batch, Prompts
+from .batches import BufferedBatches
 from .feed import PromptFeed, Rows
 from .rounds import round_policy
 from .scores import GroupScores
@@ -47,20 +46,6 @@ logger = get_logger(__name__)
 
 R = TypeVar("R", bound=KeptRows)
 Decisions = tuple[Admission, list[GroupPlan], SchedulePolicies]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts of this process as TRL hands them to `_generate_single_turn`, one per row."""
-
-    ids: list[Tokens]
-    num_generations: int
-    images: Any
-    fields: Any
-
-    def gather(self, process_index: int) -> PromptBatch:
-        """Returns the prompts of all processes."""
-        return PromptBatch.gather(self.ids, self.num_generations, process_index, self.images, self.fields)
 
 
 @dataclass(frozen=True)
@@ -76,14 +61,13 @@ class TRLSource:
 
     trains = False
     carries_over = False  # whether unfinished prompts keep their tokens
-    fillers: frozenset[int] = frozenset()  # filler rows of the batch, over all processes
 
-    def next_inputs(self, inputs: Rows) -> Rows:
-        """Returns this process's rows of the batch that TRL scores next, given the loader's."""
-        return inputs
+    def next(self, inputs: Rows) -> Batch:
+        """Returns the batch that TRL scores next, given this process's rows of the loader's."""
+        return Batch(inputs)
 
-    def completions(self, prompts: Prompts) -> KeptRows | None:
-        """Returns the completions of these rows, or `None` where TRL generates them."""
+    def sample(self, prompts: Prompts) -> KeptRows | None:
+        """Returns completions of a batch that has none yet, or `None` where TRL generates them."""
         return None
 
     def later_turn(self, prompts: Prompts) -> KeptRows | None:
@@ -102,15 +86,6 @@ class TRLSource:
     def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]] | None:
         """Returns the data of a row by its number, for rewards that are computed during the rollout."""
         return None
-
-    def rewards(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns TRL's rewards of the batch, of shape `(N·M, F)`."""
-        return calculate(None, *args, **kwargs)
-
-    def mask(self, output: dict[str, Any], accelerator: Accelerator) -> dict[str, float]:
-        """Takes the loss weight from rows and tokens that are not trained on, in place. Returns metrics."""
-        mask_fillers(output, self.fillers, accelerator)
-        return {}
 
 
 class RolloutSource(TRLSource, Generic[R]):
@@ -193,11 +168,10 @@ class RolloutSource(TRLSource, Generic[R]):
 class LoaderSource(RolloutSource[KeptRows]):
     """The loader's batches, each sampled in its turn."""
 
-    def completions(self, prompts: Prompts) -> KeptRows:
+    def sample(self, prompts: Prompts) -> KeptRows:
         self.trainer._sync_weights()
         batch = prompts.gather(self.trainer._main.index)
         rows, record = self.trainer._rollout(self, batch)
-        self.fillers = rows.fillers
         self.log(record)
         return rows
 
@@ -245,18 +219,15 @@ class BufferSource(RolloutSource[BufferedRows]):
         self.batches = batches
         self.scores = scores  # a `GroupScores` where groups are scored before their batch is full
         self.carries_over = batches.buffer.keeps_tokens
-        self._kept: KeptRows | None = None  # completions of the batch, until TRL asks for them
-        self._warned = False  # that prompts have changed since
         self._launched: Launched | None = None
 
-    def next_inputs(self, inputs: Rows) -> Rows:
+    def next(self, inputs: Rows) -> Batch:
         """Runs the rollouts that the next batch needs, and takes it from the buffer."""
         args = self.trainer.args
         launched, self._launched = self._launched, None
         batch = self._next_round() if launched is None else launched.batch
         begin = time.perf_counter()
         rows = self._next_rows(batch, launched)
-        self.fillers = rows.fillers
         metrics = buffer_metrics(rows, args.mask_stale_after)
         if args.rollout_ahead:
             metrics["darts/rollout/wait_seconds"] = time.perf_counter() - begin
@@ -265,10 +236,7 @@ class BufferSource(RolloutSource[BufferedRows]):
             missing = len(rows.fillers) // args.num_generations
             metrics["darts/uniform/missing" if args.drop_uniform_groups else "darts/deferral/missing"] = missing
         self.trainer._log_all(metrics)
-        inputs, self._kept = self.batches.finish(rows), rows
-        if args.mask_stale_after is not None:
-            forget_stale_logprobs(self._kept, self.batches.ages(len(inputs)), args.mask_stale_after)
-        return inputs
+        return self.batches.finish(rows, args.mask_stale_after, self.scores and self.scores.serve)
 
     def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:
         if batch is not None and not self.batches.policy.scores_first:
@@ -281,23 +249,6 @@ class BufferSource(RolloutSource[BufferedRows]):
 
     def shares(self, rows: BufferedRows, batch: PromptBatch) -> list[BufferedRows]:
         return self.batches.shares(rows)
-
-    def completions(self, prompts: Prompts) -> KeptRows | None:
-        """Returns the kept rows. They were decoded before, so TRL trains on their prompts' tokens of then."""
-        kept, self._kept = self._kept, None
-        changed = [
-            (row, own) for row, own in zip(prompts.ids, self.batches.mine(len(prompts.ids)), strict=True) if row != own
-        ]
-        for row, own in changed:
-            row[:] = own
-        if changed and not self._warned:
-            self._warned = True
-            logger.warning(
-                "Prompts have other tokens than when they were decoded, as with a date in the chat template, or a "
-                "subclass that changes them in `_generate`. Rows are trained on with the tokens of then. Change "
-                "prompts in the data set or in `_tokenize_prompts`."
-            )
-        return kept
 
     def launch_next(self) -> None:
         """
@@ -342,15 +293,6 @@ class BufferSource(RolloutSource[BufferedRows]):
 
     def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]]:
         return self.batches.input_of
-
-    def rewards(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        return calculate(None, *args, **kwargs) if self.scores is None else self.scores.serve(len(args[0]))
-
-    def mask(self, output: dict[str, Any], accelerator: Accelerator) -> dict[str, float]:
-        super().mask(output, accelerator)
-        if (max_age := self.trainer.args.mask_stale_after) is not None:
-            mask_stale(output, self.batches.ages(len(output["completion_mask"])), max_age, accelerator)
-        return ratio_metrics(output, accelerator)
 
     def _next_round(self) -> PromptBatch | None:
         batch = self.batches.next_round()
