@@ -17,7 +17,8 @@ from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import Rollouts, known_columns
 from .buffer.feed import PromptFeed
 from .buffer.loop import LoopPosition
-from .buffer.sources import Launched, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
+from .buffer.make import make_batches, make_feed, make_sources
+from .buffer.sources import Launched, R, RolloutSource, TRLSource
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import (
     check_arguments,

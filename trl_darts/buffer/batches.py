@@ -87,22 +87,17 @@ class BufferedBatches:
 
     # Prompts come in
 
-    def next_round(self, ahead: bool = False, most: float = math.inf) -> PromptBatch | None:
+    def next_round(self, most: float = math.inf) -> PromptBatch | None:
         """
         Adds the prompts that the next round needs, and decides it. Called on every process at once. Returns what has
         to be sampled, each prompt in as many rows as it yields; `None` for nothing.
-
-        A round that is decided `ahead` of its turn has all prompts of its batch, or waits for its turn: the prompts
-        that the buffer lacks at the end of a pass come with the next one. No more than `most` prompts are in the
-        buffer.
+        No more than `most` prompts are in the buffer.
         """
         while self.main.broadcast(lambda: len(self.buffer) < most and self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
             if batch is None:
                 break
             self._add(batch)
-        if ahead and len(self.buffer) < self.policy.num_groups:
-            return None
         entry_ids = self.main.broadcast(self._decide)
         return self.prompts(entry_ids) if entry_ids else None
 
