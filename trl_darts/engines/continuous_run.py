@@ -68,7 +68,7 @@ class ContinuousRun(RolloutRun):
         self.rollout = Waiting(self.deadlines.rollout_s)
         while (chosen := rule.choose(self.scheduler)) is None:
             await self._wait()
-        self._execute(self.scheduler.settle(chosen, time.perf_counter()))
+        self._execute(self.scheduler.select(chosen, time.perf_counter()))
         while not self.scheduler.has_ended(chosen):
             await self._wait()
         for group_id in chosen:

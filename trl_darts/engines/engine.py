@@ -74,5 +74,5 @@ class Engine(ABC):
     def cancel(self) -> None:  # noqa: B027
         """Aborts a launched rollout."""
 
-    def settle(self) -> None:  # noqa: B027
+    def wait_for_aborts(self) -> None:  # noqa: B027
         """Waits until aborted requests have ended. Called on the main process."""

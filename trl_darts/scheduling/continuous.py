@@ -2,7 +2,7 @@
 Batches of a rollout without an end, whose weights change while it runs (`rollout_ahead="continuous"`).
 
 ```
-add ──▶ groups decode ──▶ `FreshGroups.choose` ──▶ settle ──▶ take ──▶ the trainer
+add ──▶ groups decode ──▶ `FreshGroups.choose` ──▶ select ──▶ take ──▶ the trainer
               ▲  EngineUpdated: other weights sample the following tokens
 ```
 
