@@ -65,6 +65,9 @@ TRL_FIELDS = GRPOConfig.__annotations__.keys() | TRL_RULES.keys() | {"max_steps"
 TRL_FIELDS -= {"scale_rewards"}  # may be a bool too, and has choices
 BATCH_ERROR = "must be divisible by num_generations"  # TRL's error does not say how the batch size was computed
 
+NUMBERS = ("n", "num_return_sequences")
+ENDS = {"stop_strings", "eos_token_id"}
+
 # fmt: off
 # What the trainer's fields can't be combined with. Rows have two lines, which is why they are not formatted.
 TRAINING_CONFLICTS = (
@@ -79,6 +82,21 @@ TRAINING_CONFLICTS = (
     Conflict("loss_type", lambda s: s.loss_type == "vespo" and s.corrects_sequences,
              "weights sequences itself, and does not run with {vllm_importance_sampling_mode}",
              "Set that to 'token_truncate' or 'token_mask', or change the loss."),
+    # Sampling
+    Conflict("generation_kwargs", lambda s: any(s.generation_kwargs.get(name, 1) != 1 for name in NUMBERS),
+             "must not have `n` or `num_return_sequences`: completions per prompt are {num_generations}",
+             "Leave them out, or change that."),
+    Conflict("generation_kwargs",
+             lambda s: not s.use_vllm and s.schedule != "grpo" and not ENDS.isdisjoint(s.generation_kwargs),
+             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's tokens are used",
+             "Set them in its `generation_config`, set `schedule='grpo'`, or use vLLM with `stop`."),
+    Conflict("vllm_structured_outputs_regex generation_kwargs", lambda s: s.keeps_tokens and s.not_carried,
+             "does not run with {schedule}, which continues completions in new requests: it would start again there",
+             "Leave it out, or use a schedule that keeps no tokens."),
+    Conflict("vllm_structured_outputs_regex generation_kwargs",
+             lambda s: s.tail_urls and s.tail_switch_at != 0 and s.not_carried,
+             "does not run with a switch to {vllm_tail_server_url}, where it would start again",
+             "Leave it out, or set `tail_switch_at=0` with a `tail_share`."),
     # Streams
     Conflict("stream_batch_tokens stream_chunk_tokens", lambda s: s.stream_batch_tokens < s.stream_chunk_tokens,
              "leaves no room for a chunk in a pass: {stream_batch_tokens} must be at least {stream_chunk_tokens}"),
@@ -242,12 +260,6 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     def _check_generation_kwargs(self) -> None:
         kwargs: Any = self.generation_kwargs or {}
-        for name in ("n", "num_return_sequences"):
-            if kwargs.get(name, 1) != 1:
-                raise ConfigurationError(
-                    f"`generation_kwargs[{name!r}]` ({kwargs[name]}) must be left out. The number of completions per "
-                    "prompt is `num_generations`, and of candidates `max_num_generations`."
-                )
         user_seed(kwargs)
         known = GenerationConfig().to_dict().keys()  # keeps any other name, and does not read it
         if not self.use_vllm and (unknown := sorted(kwargs.keys() - known)):
@@ -255,30 +267,6 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                 f"`generation_kwargs` ({unknown[0]!r}) must have names of transformers' `GenerationConfig`."
                 f"{did_you_mean(unknown[0], known) or ' Leave it out.'}"
             )
-        for name, value in self.not_carried.items():
-            if self.keeps_tokens:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) does not run with `schedule` ({self.schedule!r}), which continues "
-                    "unfinished completions in another request, where the server applies this option to the new "
-                    "tokens only. Leave it out, or use a schedule that keeps no tokens."
-                )
-            if self.tail_urls and self.tail_switch_at != 0:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) does not run with a switch to `vllm_tail_server_url` "
-                    f"({self.vllm_tail_server_url!r}), whose servers would apply this option to the new tokens only. "
-                    "Leave it out, or set `tail_switch_at=0` with a `tail_share`."
-                )
-        remedies = {
-            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
-            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
-        }
-        for name, remedy in remedies.items():
-            if kwargs.get(name) and self.schedule != "grpo" and not self.use_vllm:
-                raise ConfigurationError(
-                    f"`generation_kwargs[{name!r}]` ({kwargs[name]!r}) does not run with `schedule` "
-                    f"({self.schedule!r}) on the transformers engines: a completion is complete at an end-of-sequence "
-                    f"token of the model. {remedy}"
-                )
 
     def check_start(self) -> None:
         """
