@@ -9,39 +9,44 @@ from transformers import GenerationConfig
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.sampling import not_carried, user_seed
-from .engines.server_fields import ServerFields
+from .engines.server_fields import SERVER_CONFLICTS, ServerFields
 from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
-from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, one_of, setting, unmarked
+from .scheduling.rules import (
+    POSITIVE,
+    Conflict,
+    Rule,
+    at_least,
+    check_conflicts,
+    check_fields,
+    check_types,
+    one_of,
+    setting,
+    unmarked,
+)
 from .scheduling.schedule_fields import ScheduleFields
 from .scheduling.settings import Facts
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 DICTIONARY = Rule(lambda value: isinstance(value, dict), "a dictionary, or one as JSON")
-PORT = Rule(lambda value: 0 < value < 65536, "between 1 and 65535")
-# TRL does not check these values before it uses them or passes them to an engine. A run would fail in its first step,
-# or when the model is loaded.
+# TRL does not check these values before it uses them or passes them to an engine: a run would fail in its first step,
+# or learn something else. Others, such as `seed`, are refused when the trainer is built.
 TRL_RULES = {
     "loss_type": one_of(("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")),
     "importance_sampling_level": one_of(("token", "sequence")),
     "multi_objective_aggregation": one_of(("sum_then_normalize", "normalize_then_sum")),
     "scale_rewards": one_of(("group", "batch", "none")),
     **dict.fromkeys(("learning_rate", "beta"), Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")),
-    **dict.fromkeys(("epsilon", "epsilon_high", "weight_decay", "max_grad_norm", "seed"), at_least(0)),
+    **dict.fromkeys(("epsilon", "epsilon_high", "weight_decay", "max_grad_norm"), at_least(0)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")),
     "delta": POSITIVE,
     "top_entropy_quantile": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which uses all tokens"),
-    "reward_weights": Rule(lambda values: all(map(_is_finite, values)), "a list of finite numbers"),
+    "reward_weights": Rule(lambda values: all(map(math.isfinite, values)), "a list of finite numbers"),
     **dict.fromkeys(("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"), DICTIONARY),
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), at_least(1)),
-    **dict.fromkeys(("steps_per_generation", "num_iterations", "num_generations_eval"), at_least(1)),
-    "max_completion_length": Rule(lambda value: (value or 0) >= 1, "at least 1"),
-    "temperature": Rule(lambda value: 0 < (value or 0) < math.inf, "positive and finite: logits are divided by it"),
+    **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length"), at_least(1)),
+    "temperature": Rule(lambda value: 0 < value < math.inf, "positive and finite: logits are divided by it"),
     "top_p": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which keeps all tokens"),
     "top_k": Rule(lambda value: value >= 0, "at least 1, or 0, which keeps all tokens"),
     "min_p": Rule(lambda value: 0 <= value <= 1, "between 0 and 1"),
@@ -51,22 +56,69 @@ VLLM_RULES = {  # with `use_vllm`
     "vllm_mode": one_of(("server", "colocate")),
     "vllm_importance_sampling_mode": one_of(("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
     "top_k": Rule(lambda value: value >= -1, "at least 1, or 0 or -1, which keep all tokens"),
-    "vllm_gpu_memory_utilization": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, a share"),
-    **dict.fromkeys(("vllm_tensor_parallel_size", "vllm_max_model_length"), at_least(1)),
-    **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
-    "vllm_server_timeout": POSITIVE,
+    "vllm_tensor_parallel_size": at_least(1),
+    "vllm_group_port": Rule(lambda value: 0 < value < 65536, "between 1 and 65535"),
 }
 NEVER_UNSET = ("temperature", "max_completion_length")  # other fields may be `None`: the engine's default then
 # TRL's fields whose types are checked, because it computes with a wrong one or takes 'false' for true.
-TRL_FIELDS = GRPOConfig.__annotations__.keys() | TRL_RULES.keys() | {"max_steps", "num_train_epochs"}
+TRL_FIELDS = GRPOConfig.__annotations__.keys() | TRL_RULES.keys() | {"max_steps", "num_train_epochs", "seed"}
 TRL_FIELDS -= {"scale_rewards"}  # may be a bool too, and has choices
-VESPO_RULE = one_of(("token_truncate", "token_mask"))
 BATCH_ERROR = "must be divisible by num_generations"  # TRL's error does not say how the batch size was computed
 
-STREAM_SETTINGS = {  # and what reads them
-    **dict.fromkeys(("stream_chunk_tokens", "stream_batch_tokens", "stream_cache_gib"), "stream_logprobs"),
-    "stream_reward_timeout_s": "stream_rewards",
-}
+NUMBERS = ("n", "num_return_sequences")
+ENDS = {"stop_strings", "eos_token_id"}
+
+# fmt: off
+# What the trainer's fields can't be combined with. Rows have two lines, which is why they are not formatted.
+TRAINING_CONFLICTS = (
+    Conflict("redundancy_cost_weight", lambda s: s.latency_curve is None,
+             "needs `latency_curve`, which says what a candidate costs",
+             "Measure one with `trl-darts profile`, or leave it unset for a budget by `target_redundancy`."),
+    Conflict("length_history", lambda s: not s.reads_lengths,
+             "has no effect with {schedule} and {submit_order}, which do not depend on lengths"),
+    Conflict("num_train_epochs", lambda s: s.max_steps <= 0 and not 0 < s.num_train_epochs < math.inf,
+             "must be positive and finite where {max_steps} does not end the run"),
+    Conflict("sync_ref_model", lambda s: s.beta == 0, "needs a reference model, and with {beta} there is none"),
+    Conflict("loss_type", lambda s: s.loss_type == "vespo" and s.corrects_sequences,
+             "weights sequences itself, and does not run with {vllm_importance_sampling_mode}",
+             "Set that to 'token_truncate' or 'token_mask', or change the loss."),
+    # Sampling
+    Conflict("generation_kwargs", lambda s: any(s.generation_kwargs.get(name, 1) != 1 for name in NUMBERS),
+             "must not have `n` or `num_return_sequences`: completions per prompt are {num_generations}",
+             "Leave them out, or change that."),
+    Conflict("generation_kwargs",
+             lambda s: not s.use_vllm and s.schedule != "grpo" and not ENDS.isdisjoint(s.generation_kwargs),
+             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's tokens are used",
+             "Set them in its `generation_config`, set `schedule='grpo'`, or use vLLM with `stop`."),
+    Conflict("vllm_structured_outputs_regex generation_kwargs", lambda s: s.keeps_tokens and s.not_carried,
+             "does not run with {schedule}, which continues completions in new requests: it would start again there",
+             "Leave it out, or use a schedule that keeps no tokens."),
+    Conflict("vllm_structured_outputs_regex generation_kwargs",
+             lambda s: s.tail_urls and s.tail_switch_at != 0 and s.not_carried,
+             "does not run with a switch to {vllm_tail_server_url}, where it would start again",
+             "Leave it out, or set `tail_switch_at=0` with a `tail_share`."),
+    # Streams
+    Conflict("stream_batch_tokens stream_chunk_tokens", lambda s: s.stream_batch_tokens < s.stream_chunk_tokens,
+             "leaves no room for a chunk in a pass: {stream_batch_tokens} must be at least {stream_chunk_tokens}"),
+    Conflict("stream_logprobs stream_rewards", lambda s: not s.uses_servers,
+             "only has an effect with vLLM servers: an in-process engine leaves no time for it",
+             "Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."),
+    Conflict("stream_chunk_tokens stream_batch_tokens stream_cache_gib", lambda s: not s.stream_logprobs,
+             "has no effect without `stream_logprobs`"),
+    Conflict("stream_reward_timeout_s", lambda s: not s.stream_rewards, "has no effect without `stream_rewards`"),
+    Conflict("stream_rewards", lambda s: s.is_continuous,
+             "does not run with {rollout_ahead}: groups are scored once a batch has them"),
+    Conflict("stream_logprobs", lambda s: s.drop_uniform_groups,
+             "does not run with {drop_uniform_groups}: which groups are trained on is only known once rewards are"),
+    Conflict("stream_logprobs", lambda s: s.rollout_ahead,
+             "does not run with {rollout_ahead}: the model trains while candidates decode"),
+    # Tokens of older policies
+    Conflict("mask_stale_after", lambda s: s.max_staleness is not None and s.mask_stale_after >= s.max_staleness,
+             "has no effect with {max_staleness}: no token is older"),
+    Conflict("mask_stale_after", lambda s: s.rollout_ahead and s.mask_stale_after < s.steps_per_batch,
+             "would mask all tokens with {rollout_ahead}, which are {steps_per_batch} optimizer steps old or older"),
+)
+# fmt: on
 
 
 @dataclass
@@ -158,11 +210,6 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     def __post_init__(self) -> None:
         self.forget_filled_in()  # before `PublishedConfig` records which fields were set
-        if type(self.num_generations) is int and self.num_generations < 2:  # the simulator accepts 1
-            raise ConfigurationError(
-                f"`num_generations` ({self.num_generations}) must be at least 2, because an advantage compares the "
-                "answers to a prompt. Raise it."
-            )
         check_fields(self, *OWN_CLASSES)
         check_types(self, GRPOConfig, sorted(TRL_FIELDS - OWN_FIELDS))
         if self.generation_batch_size is not None:  # TRL computes it if it is unset
@@ -174,12 +221,13 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                 raise
         self._check_batch()  # outside of the `except`, because its error replaces TRL's
         self.resolve()
-        self._check_lengths()
-        self._check_trl()
-        self._check_servers()
+        for name, rule in (TRL_RULES | VLLM_RULES if self.use_vllm else TRL_RULES).items():
+            value = getattr(self, name)
+            if value is not None or name in NEVER_UNSET:
+                rule.check(name, value)
+        check_conflicts(self, (*SERVER_CONFLICTS, *TRAINING_CONFLICTS))
+        self._check_addresses()
         self._check_generation_kwargs()
-        self._check_streams()
-        self._check_ahead()
 
     def resolve(self, facts: Facts | None = None) -> None:
         super().resolve(facts or Facts())
@@ -210,132 +258,14 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                 "Change one of them."
             )
 
-    def _check_lengths(self) -> None:
-        if self.redundancy_cost_weight is not None and self.latency_curve is None:
-            raise ConfigurationError(
-                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) needs `latency_curve`, which says what a "
-                "candidate costs. Measure one with `trl-darts profile`, or leave it unset for a budget by "
-                "`target_redundancy`."
-            )
-        if self.length_history is not None and not self.reads_lengths:
-            raise ConfigurationError(
-                f"`length_history` ({self.length_history!r}) has no effect with `schedule` ({self.schedule!r}) and "
-                f"`submit_order` ({self.submit_order!r}), which do not depend on lengths. Leave it unset."
-            )
-
-    def _check_trl(self) -> None:
-        for name, rule in (TRL_RULES | VLLM_RULES if self.use_vllm else TRL_RULES).items():
-            value = getattr(self, name)
-            if value is not None or name in NEVER_UNSET:
-                rule.check(name, value)
-        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
-            raise ConfigurationError(
-                f"`num_train_epochs` ({self.num_train_epochs}) must be positive and finite where `max_steps` "
-                f"({self.max_steps}) does not end the run. Correct it, or set `max_steps`."
-            )
-        if self.sync_ref_model and self.beta == 0:
-            raise ConfigurationError(
-                f"`sync_ref_model` (True) needs a reference model, and with `beta` ({self.beta}) there is none. Set "
-                "`beta` to a positive value, or leave `sync_ref_model` out."
-            )
-        mode = self.vllm_importance_sampling_mode
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.loss_type == "vespo" and corrects and not VESPO_RULE.allows(mode):
-            raise ConfigurationError(
-                f"`vllm_importance_sampling_mode` ({mode!r}) must be {VESPO_RULE.text} with `loss_type='vespo'`, "
-                "which weights sequences itself. Change one of them."
-            )
-
     def _check_generation_kwargs(self) -> None:
         kwargs: Any = self.generation_kwargs or {}
-        for name in ("n", "num_return_sequences"):
-            if kwargs.get(name, 1) != 1:
-                raise ConfigurationError(
-                    f"`generation_kwargs[{name!r}]` ({kwargs[name]}) must be left out. The number of completions per "
-                    "prompt is `num_generations`, and of candidates `max_num_generations`."
-                )
         user_seed(kwargs)
         known = GenerationConfig().to_dict().keys()  # keeps any other name, and does not read it
         if not self.use_vllm and (unknown := sorted(kwargs.keys() - known)):
             raise ConfigurationError(
                 f"`generation_kwargs` ({unknown[0]!r}) must have names of transformers' `GenerationConfig`."
                 f"{did_you_mean(unknown[0], known) or ' Leave it out.'}"
-            )
-        for name, value in self.not_carried.items():
-            if self.keeps_tokens:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) does not run with `schedule` ({self.schedule!r}), which continues "
-                    "unfinished completions in another request, where the server applies this option to the new "
-                    "tokens only. Leave it out, or use a schedule that keeps no tokens."
-                )
-            if self.tail_urls and self.tail_switch_at != 0:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) does not run with a switch to `vllm_tail_server_url` "
-                    f"({self.vllm_tail_server_url!r}), whose servers would apply this option to the new tokens only. "
-                    "Leave it out, or set `tail_switch_at=0` with a `tail_share`."
-                )
-        remedies = {
-            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
-            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
-        }
-        for name, remedy in remedies.items():
-            if kwargs.get(name) and self.schedule != "grpo" and not self.use_vllm:
-                raise ConfigurationError(
-                    f"`generation_kwargs[{name!r}]` ({kwargs[name]!r}) does not run with `schedule` "
-                    f"({self.schedule!r}) on the transformers engines: a completion is complete at an end-of-sequence "
-                    f"token of the model. {remedy}"
-                )
-
-    def _check_streams(self) -> None:
-        if self.stream_batch_tokens < self.stream_chunk_tokens:
-            raise ConfigurationError(
-                f"`stream_batch_tokens` ({self.stream_batch_tokens}) must be at least `stream_chunk_tokens` "
-                f"({self.stream_chunk_tokens}): a forward pass takes whole chunks. Raise it, or lower that."
-            )
-        for name in ("stream_logprobs", "stream_rewards"):
-            if getattr(self, name) and not self.uses_servers:
-                raise ConfigurationError(
-                    f"`{name}` (True) only has an effect with vLLM servers: an in-process engine leaves no time for "
-                    "it. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
-                )
-        for name, switch in STREAM_SETTINGS.items():
-            if (value := getattr(self, name)) != getattr(DARTSGRPOConfig, name) and not getattr(self, switch):
-                raise ConfigurationError(
-                    f"`{name}` ({value}) has no effect without `{switch}`. Leave it out, or set that to `True`."
-                )
-        reasons = {
-            "drop_uniform_groups": "which groups are trained on is only known once their rewards are",
-            "rollout_ahead": "the model trains while candidates decode",
-        }
-        if self.stream_rewards and self.is_continuous:
-            raise ConfigurationError(
-                "`stream_rewards` (True) does not run with `rollout_ahead` ('continuous'): groups are scored once a "
-                "batch has them. Set one of them to its default."
-            )
-        for name, reason in reasons.items():
-            if self.stream_logprobs and (value := getattr(self, name)):
-                raise ConfigurationError(
-                    f"`stream_logprobs` (True) does not run with `{name}` ({value}): {reason}. Set one of them to its "
-                    "default."
-                )
-
-    def _check_ahead(self) -> None:
-        steps = self.steps_per_batch
-        if self.is_continuous and self.tail_urls:
-            raise ConfigurationError(
-                f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r}) does not run with `rollout_ahead` "
-                "('continuous'), whose rollout has no tail. Leave it out."
-            )
-        if self.max_staleness is not None and (self.mask_stale_after or 0) >= self.max_staleness:
-            raise ConfigurationError(
-                f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `max_staleness` "
-                f"({self.max_staleness}): no token is older. Lower it, or leave it unset."
-            )
-        if self.rollout_ahead and self.mask_stale_after is not None and self.mask_stale_after < steps:
-            raise ConfigurationError(
-                f"`mask_stale_after` ({self.mask_stale_after}) would mask all tokens with `rollout_ahead` "
-                f"({self.rollout_ahead}), which are {steps} optimizer steps old or older. Raise it to at least "
-                f"{steps}, or leave it unset."
             )
 
     def check_start(self) -> None:
@@ -383,6 +313,12 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     def colocates(self) -> bool:
         """Whether vLLM generates in the trainer's processes."""
         return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
+    def corrects_sequences(self) -> bool:
+        """Whether TRL weights whole sequences by vLLM's log-probs."""
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        return corrects and self.vllm_importance_sampling_mode.startswith("sequence")
 
     @property
     def num_engines(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import ConfigurationError
 from ..policy import EngineTimes, LatencyProfile, TailTimes
 from ..scheduling import ScheduleSettings, TailServers
-from ..scheduling.rules import POSITIVE, one_of, setting
+from ..scheduling.rules import POSITIVE, Conflict, one_of, setting
 from ..weights import WEIGHT_SYNCS
 from .addresses import API_KEY_VARIABLE, check_address, split_addresses
 from .server_list import check_source
@@ -94,42 +94,11 @@ class ServerFields(ScheduleSettings):
         "servers.",
     )
 
-    def _check_servers(self) -> None:
-        if self.on_generation_error != "raise" and not self.uses_servers:
-            raise ConfigurationError(
-                f"`on_generation_error` ({self.on_generation_error!r}) only has an effect with vLLM servers: if an "
-                "in-process engine fails, the trainer crashes with it. Leave it out, or set `use_vllm=True` and "
-                "`vllm_mode='server'`."
-            )
-        if self.weight_sync_dir is not None and self.weight_sync == "nccl":
-            raise ConfigurationError(
-                f"`weight_sync_dir` ({self.weight_sync_dir!r}) has no effect with `weight_sync` ('nccl'). Set "
-                "`weight_sync='filesystem'`, or leave it unset."
-            )
-        if self.uses_servers:
-            self._check_list()
-            self._check_addresses()
-        else:
-            self._check_unused()
-        self._check_tail()
-
-    def _check_list(self) -> None:
-        if self.vllm_server_list is None:
-            return
-        check_source(self.vllm_server_list)
-        given = f"`vllm_server_list` ({self.vllm_server_list!r})"
-        if self.vllm_server_base_url:
-            raise ConfigurationError(
-                f"{given} replaces `vllm_server_base_url` ({self.vllm_server_base_url!r}). Leave one of them out, or "
-                "set the addresses of a recipe to '' on the command line."
-            )
-        if self.vllm_tail_shares_gpus:
-            raise ConfigurationError(
-                f"{given} does not run with `vllm_tail_shares_gpus` (True): a server that joins has GPUs of its own. "
-                "Leave one of them out."
-            )
-
     def _check_addresses(self) -> None:
+        if not self.uses_servers:
+            return
+        if self.vllm_server_list is not None:
+            check_source(self.vllm_server_list)
         for name, urls in (("vllm_server_base_url", self.server_urls), ("vllm_tail_server_url", self.tail_urls)):
             value = getattr(self, name)
             if value is not None and not urls and not (value == "" and self.vllm_server_list is not None):
@@ -138,50 +107,6 @@ class ServerFields(ScheduleSettings):
                 check_address("vllm_server_host" if value is None else name, url)
             if len(set(urls)) < len(urls):
                 raise ConfigurationError(f"`{name}` ({value!r}) names a server twice. Name each address once.")
-
-    def _check_unused(self) -> None:
-        """Raises for settings of servers without `use_vllm`: another engine would silently generate."""
-        missing = [] if self.use_vllm else ["`use_vllm=True`"]
-        missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
-        for name in dict.fromkeys((*ADDRESSES, *ServerFields.__annotations__)):
-            value = getattr(self, name)
-            if value and value != self.__dataclass_fields__[name].default:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) would not be used: with `use_vllm` ({self.use_vllm}) and `vllm_mode` "
-                    f"({self.vllm_mode!r}) no server generates. Set {' and '.join(missing)}, or leave `{name}` out."
-                )
-
-    def _check_tail(self) -> None:
-        if self.vllm_tail_server_url is None:
-            for name in ("tail_switch_at", "tail_share", "vllm_tail_shares_gpus"):
-                if (value := getattr(self, name)) != getattr(ServerFields, name):
-                    raise ConfigurationError(
-                        f"`{name}` ({value}) has no effect without `vllm_tail_server_url`, the servers that take "
-                        "over. Set it, or leave both out."
-                    )
-            return
-        given = f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r})"
-        if both := [url for url in self.tail_urls if url in self.server_urls]:
-            raise ConfigurationError(
-                f"{given} must name other servers than `vllm_server_base_url`, and {both[0]!r} is in both. Remove it "
-                "from one of them."
-            )
-        if self.tail_switch_at == 0 and not self.tail_share:
-            raise ConfigurationError(
-                f"{given} would not be used with `tail_switch_at` (0), which is never, and `tail_share` (0). Set one "
-                "of them, or leave all out."
-            )
-        if self.tail_share and self.vllm_tail_shares_gpus:
-            raise ConfigurationError(
-                f"`tail_share` ({self.tail_share}) needs tail servers that decode from the start, but with "
-                "`vllm_tail_shares_gpus` (True) they sleep then. Leave one of them out."
-            )
-        if self.predicts_switch and self.latency_curve is None:
-            raise ConfigurationError(
-                f"{given} takes over when that is predicted to pay, which needs `latency_curve`, a profile of both "
-                "kinds of servers. Measure it with `trl-darts profile`, or set `tail_switch_at` to a number of "
-                "unfinished candidates."
-            )
 
     def check_start(self) -> None:
         """Raises [`ConfigurationError`] if a directory or a profile is missing."""
@@ -263,3 +188,32 @@ class ServerFields(ScheduleSettings):
             seconds = TURN_SECONDS if self.vllm_tail_shares_gpus else 0.0
             times = TailTimes(EngineTimes.of(profile), EngineTimes.of(profile.tail), seconds)
         return TailServers(times, self.max_completion_length, self.vllm_tail_shares_gpus)
+
+
+# fmt: off
+# What settings of servers can't be combined with. Rows have two lines, which is why they are not formatted.
+SERVER_CONFLICTS = (
+    Conflict(" ".join(dict.fromkeys((*ADDRESSES, *ServerFields.__annotations__))), lambda s: not s.uses_servers,
+             "would not be used: with {use_vllm} and {vllm_mode} no server generates",
+             "Set `use_vllm=True` and `vllm_mode='server'`, or leave it out."),
+    Conflict("weight_sync_dir", lambda s: s.weight_sync == "nccl", "has no effect with {weight_sync}"),
+    Conflict("vllm_server_list", lambda s: s.vllm_server_base_url, "replaces {vllm_server_base_url}",
+             "Leave one of them out, or set the addresses of a recipe to '' on the command line."),
+    Conflict("vllm_server_list", lambda s: s.vllm_tail_shares_gpus,
+             "does not run with {vllm_tail_shares_gpus}: a server that joins has GPUs of its own"),
+    # Tail servers
+    Conflict("tail_switch_at tail_share vllm_tail_shares_gpus", lambda s: s.vllm_tail_server_url is None,
+             "has no effect without `vllm_tail_server_url`, the servers that take over", "Set it, or leave both out."),
+    Conflict("tail_share", lambda s: s.vllm_tail_shares_gpus,
+             "needs tail servers that decode from the start, but with {vllm_tail_shares_gpus} they sleep then"),
+    Conflict("vllm_tail_server_url", lambda s: not set(s.tail_urls).isdisjoint(s.server_urls),
+             "must name other servers than {vllm_server_base_url}"),
+    Conflict("vllm_tail_server_url", lambda s: s.tail_switch_at == 0 and not s.tail_share,
+             "would not be used with {tail_switch_at}, which is never, and {tail_share}"),
+    Conflict("vllm_tail_server_url", lambda s: s.predicts_switch and s.latency_curve is None,
+             "takes over when that is predicted to pay, and needs `latency_curve`, a profile of both kinds of servers",
+             "Measure it with `trl-darts profile`, or set `tail_switch_at` to a number of unfinished candidates."),
+    Conflict("vllm_tail_server_url", lambda s: s.is_continuous,
+             "does not run with {rollout_ahead}, whose rollout has no tail"),
+)
+# fmt: on

@@ -1,12 +1,15 @@
 """
-Declares fields of a config with their help, type and rule, and marks defaults that were computed.
+Declares fields of a config with their help, type and rule, and the conflicts between fields. Marks defaults that were
+computed.
 """
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from string import Formatter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -29,10 +32,12 @@ class Rule:
     choices: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> None:
-        """Raises [`ConfigurationError`] if the value is not allowed."""
-        if not self.allows(value):
-            remedy = did_you_mean(value, self.choices) if self.choices else " Correct it, or leave it unset."
-            raise ConfigurationError(f"`{name}` ({value!r}) must be {self.text}.{remedy}")
+        """Raises [`ConfigurationError`] if the value is not allowed, or can't be compared."""
+        with suppress(TypeError, ValueError):
+            if self.allows(value):
+                return
+        remedy = did_you_mean(value, self.choices) if self.choices else " Correct it, or leave it unset."
+        raise ConfigurationError(f"`{name}` ({value!r}) must be {self.text}.{remedy}")
 
 
 def one_of(choices: Iterable[str]) -> Rule:
@@ -57,7 +62,7 @@ def check_fields(config: Any, *declared: type) -> None:
     for cls in declared:
         for name, kinds, rule in _fields(cls):
             value = _check_type(config, name, kinds)
-            if rule is not None and value is not None:
+            if rule is not None and (value is not None or getattr(cls, name) is not None):
                 rule.check(name, value)
 
 
@@ -107,6 +112,39 @@ def _fields(cls: type) -> list[tuple[str, tuple[type, ...], Rule | None]]:
             kinds += (NoneType,)  # the annotation may be that of the computed value
         found.append((name, kinds, rule))
     return found
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """
+    Fields, separated by spaces, whose values can't work with others. In `rule`, which follows a field and its value,
+    `{other}` stands for another field with its value, or for a property.
+    """
+
+    fields: str
+    when: Callable[[Any], object]  # of the config
+    rule: str
+    remedy: str = "Leave it unset, or change the other."
+
+    def errors(self, config: Any) -> Iterator[str]:
+        """Yields an error for each field that was set. A value that is computed, off or the default can't be wrong."""
+        for name in self.fields.split():
+            value = getattr(config, name)
+            is_set = value not in (config.__dataclass_fields__[name].default, None, "") and value is not False
+            if is_set and not isinstance(value, FilledIn) and self.when(config):
+                others = {other: _shown(config, other) for _, other, _, _ in Formatter().parse(self.rule) if other}
+                yield f"{_shown(config, name)} {self.rule.format(**others)}. {self.remedy}"
+
+
+def check_conflicts(config: Any, table: Iterable[Conflict]) -> None:
+    """Raises [`ConfigurationError`] for the first conflict in a config."""
+    for message in (message for row in table for message in row.errors(config)):
+        raise ConfigurationError(message)
+
+
+def _shown(config: Any, name: str) -> str:
+    value = getattr(config, name)
+    return f"`{name}` ({value!r:.200})" if name in config.__dataclass_fields__ else str(value)
 
 
 class FilledIn:

@@ -1,28 +1,23 @@
-"""`ScheduleFields`: the settings of a rollout, as users read them."""
+"""`ScheduleFields`: the settings of a rollout, as users read them, and which of them can't be combined."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from ..policy.budget import DEFAULT_REDUNDANCY
 from ..policy.lengths import DEFAULT_EMA
 from .policies import AUTO, SCHEDULES, SELECTIONS
-from .rules import FINITE, Rule, at_least, one_of, setting
+from .rules import FINITE, Conflict, Rule, at_least, one_of, setting
 
 
-# Settings that only have an effect if prompts get more candidates than rows, with values that are accepted otherwise.
-# "M" stands for `num_generations`.
-OF_SELECTION: dict[str, tuple[Any, ...]] = {
-    "max_num_generations": ("M", None),
-    "min_num_generations": ("M", None),
-    "target_redundancy": (1, None),
-    "redundancy_cost_weight": (None,),
-    "num_longest": (1,),
-    "tail_pruning": (True, False),
-    "long_end_patience": (AUTO, None),  # with both, no candidate is aborted
-    "long_end_every": (None,),
-}
-# Defaults of settings that only some schedules read.
+# Settings that only have an effect if prompts get more candidates than rows.
+OF_SELECTION = (
+    *("max_num_generations", "min_num_generations", "target_redundancy", "redundancy_cost_weight"),
+    *("num_longest", "tail_pruning", "long_end_patience", "long_end_every"),
+)
+# Settings that only some schedules read, with these defaults.
 SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "prompt_oversampling": {"tail_batching": 1.25, "partial_rollout": 2.0},
     "max_partial_age": {"partial_rollout": 4},
@@ -32,9 +27,18 @@ SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 GUARD_EVERY = 4  # `long_end_every` by default, where unsettled groups can't be deferred
 CONTINUOUS = "continuous"
+PLAIN = ("darts", "grpo")  # schedules that train on the data loader's next prompts
 SUBMIT_ORDERS = {"grpo": "arrival", "sorted": "shortest"}  # 'longest' for other schedules
 STALE_BATCHES = 4  # default of `max_staleness`, in batches
 MAX_OVERSAMPLING = 4.0  # fills most batches with `drop_uniform_groups` if 3 groups of 4 are uniform
+AHEAD = Rule(
+    lambda value: str(value) in ("0", "1", CONTINUOUS),
+    "0, 1 or 'continuous': at most one batch is sampled ahead, or rollouts never end",
+)
+PATIENCE = Rule(
+    lambda value: value in (None, "none", AUTO) or float(value) >= 1,
+    "'auto', None, or a number of at least 1, in multiples of the `num_generations`-th shortest complete length",
+)
 OVERSAMPLING = Rule(lambda value: 1 < value < math.inf, "greater than 1 and finite: the prompts per trained prompt")
 
 
@@ -97,7 +101,7 @@ class ScheduleFields:
         "those that are complete and aborts the rest.",
     )
     # `str` stands in the middle because that is the type `HfArgumentParser` gives to a command line's value.
-    long_end_patience: float | str | None = setting(
+    long_end_patience: Annotated[float | str | None, PATIENCE] = setting(
         AUTO,
         "Bound on the wait for the long end. With 'auto', a prompt that has `num_generations` complete candidates "
         "continues only while another prompt has fewer. A number, at least 1, aborts candidates that reach this many "
@@ -167,7 +171,7 @@ class ScheduleFields:
         "What happens to unfinished prompts with 'sorted': 'on_policy' restarts them, 'partial' keeps their tokens. "
         "Defaults to 'on_policy'.",
     )
-    rollout_ahead: int | str | None = setting(  # `str` in the middle: see `long_end_patience`
+    rollout_ahead: Annotated[int | str | None, AHEAD] = setting(  # `str` in the middle: see `long_end_patience`
         0,
         "1 samples the next batch while the trainer trains on this one, so that servers and trainer work at the same "
         "time. Each batch is then sampled with the weights of the batch before, with TRL's importance sampling "
@@ -212,3 +216,86 @@ class ScheduleFields:
         "what the bounded wait loses: `darts/audit/*`, and a warning if it aborts what earns rewards. "
         "0.06 gives some 150 prompts in 80 steps of 32. Only where `defer_unsettled_groups` can be set.",
     )
+
+
+def _default(defaults: dict[str, Any], settings: Any) -> Any:
+    return defaults.get(settings.schedule)
+
+
+def _is_other(defaults: dict[str, Any], settings: Any) -> bool:
+    return settings.schedule not in defaults
+
+
+# What unset fields default to, in this order.
+COMPUTED: dict[str, Callable[[Any], Any]] = {
+    "selection": lambda s: SCHEDULES[s.schedule],
+    "submit_order": lambda s: SUBMIT_ORDERS.get(s.schedule, "longest"),
+    "max_num_generations": lambda s: s.num_generations * (2 if s.over_provisions else 1),
+    "target_redundancy": lambda s: min(DEFAULT_REDUNDANCY, s.max_num_generations / s.num_generations),
+    "min_num_generations": lambda s: min(s.num_generations + s.num_spare, s.max_num_generations, s.affordable),
+    "max_prompt_oversampling": lambda s: MAX_OVERSAMPLING if s.drop_uniform_groups else None,
+    "max_staleness": lambda s: STALE_BATCHES * s.steps_per_batch if s.is_continuous else None,
+    "kv_after_update": lambda s: "recompute" if s.is_continuous else None,
+    **{name: partial(_default, defaults) for name, defaults in SCHEDULE_DEFAULTS.items()},
+}
+KEEPS_ALL = "has no effect with {keeps_all}"
+# fmt: off
+# Which settings can't be combined. Rows have two lines, which is why they are not formatted.
+SCHEDULE_CONFLICTS = (
+    # Schedules
+    *(Conflict(name, partial(_is_other, defaults), "has no effect with {schedule}",
+               f"Leave it unset, or set `schedule` to {' or '.join(map(repr, defaults))}.")
+      for name, defaults in SCHEDULE_DEFAULTS.items() if name != "mask_stale_after"),
+    Conflict("mask_stale_after", lambda s: not (s.keeps_tokens or s.is_continuous),
+             "has no effect with {schedule} and {sorted_mode}, with which all tokens are of the newest policy"),
+    Conflict("drop_uniform_groups", lambda s: s.schedule not in PLAIN,
+             "does not run with {schedule}, which chooses its prompts itself, unlike 'darts' and 'grpo'"),
+    Conflict("max_prompt_oversampling", lambda s: not s.drop_uniform_groups,
+             "has no effect without `drop_uniform_groups`"),
+    # Candidates
+    Conflict("selection", lambda s: s.schedule == "grpo" and s.over_provisions,
+             "does not go with {schedule}, which keeps all that it samples, unlike `schedule='darts'`"),
+    Conflict("selection", lambda s: s.schedule == "darts" and not s.over_provisions,
+             "does not go with {schedule}, which samples more than it keeps, unlike `schedule='grpo'`"),
+    Conflict("selection defer_unsettled_groups", lambda s: s.over_provisions and s.keeps_all, KEEPS_ALL),
+    Conflict("redundancy_cost_weight num_longest long_end_patience long_end_every", lambda s: s.keeps_all, KEEPS_ALL),
+    Conflict("max_num_generations", lambda s: s.keeps_all and s.max_num_generations != s.num_generations, KEEPS_ALL),
+    Conflict("min_num_generations", lambda s: s.keeps_all and s.min_num_generations != s.num_generations, KEEPS_ALL),
+    Conflict("target_redundancy", lambda s: s.keeps_all and s.target_redundancy != 1, KEEPS_ALL),
+    Conflict("num_longest", lambda s: s.selection == "uniform",
+             "has no effect with {selection}, which does not look at lengths, unlike 'dual_end'"),
+    Conflict("num_longest num_generations",
+             lambda s: s.selection == "dual_end" and s.num_longest >= s.num_generations,
+             "leaves no row for the shortest answers: {num_longest} must be less than {num_generations}"),
+    Conflict("max_num_generations", lambda s: s.max_num_generations < s.num_generations,
+             "must be at least {num_generations}", "Raise it, or leave it unset for 2 × `num_generations`."),
+    Conflict("target_redundancy", lambda s: not 1 <= s.target_redundancy <= s.max_num_generations / s.num_generations,
+             "must be between 1 and {max_num_generations} / {num_generations}"),
+    Conflict("min_num_generations", lambda s: not s.num_generations <= s.min_num_generations <= s.max_num_generations,
+             "must be between {num_generations} and {max_num_generations}"),
+    Conflict("min_num_generations",
+             lambda s: s.redundancy_cost_weight is None and s.min_num_generations > s.affordable,
+             "must be at most {target_redundancy} × {num_generations}, the average per prompt"),
+    Conflict("long_end_every", lambda s: s.long_end_patience is None,
+             "has no effect with {long_end_patience}, with which every rollout waits for the long end"),
+    # Expected lengths
+    Conflict("length_ema", lambda s: not s.reads_lengths,
+             "has no effect with {schedule} and {submit_order}, which do not depend on lengths"),
+    Conflict("tail_share", lambda s: not s.ranks,
+             "needs expected lengths, which {submit_order} does not use, unlike 'longest'"),
+    # Rollouts ahead of time
+    Conflict("max_staleness kv_after_update", lambda s: not s.is_continuous,
+             "has no effect with {rollout_ahead}, only with 'continuous'"),
+    Conflict("max_staleness", lambda s: s.max_staleness < s.steps_per_batch,
+             "must be at least {steps_per_batch}, the optimizer steps of one batch: the next is sampled meanwhile",
+             "Raise it, or set `rollout_ahead=0`."),
+    Conflict("schedule", lambda s: s.is_continuous and s.schedule not in PLAIN,
+             "does not run with {rollout_ahead}, which has 'darts' and 'grpo' alone: it carries tokens over"),
+    Conflict("drop_uniform_groups defer_unsettled_groups audit_share long_end_every", lambda s: s.is_continuous,
+             "does not run with {rollout_ahead}, whose rollout never ends and samples no prompt again"),
+    # Deferral
+    Conflict("defer_unsettled_groups audit_share", lambda s: s.cannot_defer, "does not run with {cannot_defer}"),
+    Conflict("audit_share", lambda s: s.selection == "uniform",
+             "does not run with {selection}: audits compare rows selected by length with plain sampling"),
+)
+# fmt: on

@@ -4,21 +4,16 @@ inherits them; the simulator uses them alone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from ..policy.audit import BoundedWait
-from ..policy.budget import DEFAULT_REDUNDANCY
-from ..policy.lengths import DEFAULT_EMA
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
 from .continuous import NUM_BATCHES
 from .placement import LengthOrder, known_lengths
 from .policies import (
     AUTO,
-    SCHEDULES,
     AllGroups,
     BatchStop,
     DualEnd,
@@ -29,17 +24,8 @@ from .policies import (
     UniformPool,
     WaitForAll,
 )
-from .rules import FilledIn, check_fields, filled_in
-from .schedule_fields import (
-    CONTINUOUS,
-    GUARD_EVERY,
-    MAX_OVERSAMPLING,
-    OF_SELECTION,
-    SCHEDULE_DEFAULTS,
-    STALE_BATCHES,
-    SUBMIT_ORDERS,
-    ScheduleFields,
-)
+from .rules import FilledIn, check_conflicts, check_fields, filled_in
+from .schedule_fields import COMPUTED, CONTINUOUS, GUARD_EVERY, SCHEDULE_CONFLICTS, ScheduleFields
 from .tail import TailPolicy, TailServers
 
 
@@ -87,97 +73,37 @@ class ScheduleSettings(ScheduleFields):
         Computes defaults that depend on other settings, and checks settings against each other. May be called again
         with other facts. Without any, nothing guards against the loss of long answers by default.
         """
+        self.facts = facts
         self.forget_filled_in()
-        self._check_patience()
-        self._check_ahead_of_time()
-        self._fill_in()
-        self._check_selection()
-        self._check_unread()
-        self._check_budget()
-        self._check_prompts()
-        self._guard(facts)
-        if facts is not None and facts.whole_groups is not None and self.over_provisions:
-            self._keep_all(facts.whole_groups)
-        if self.tail_share and not self.ranks:
-            raise ConfigurationError(
-                f"`tail_share` ({self.tail_share}) needs expected lengths, which `submit_order` "
-                f"({self.submit_order!r}) does not use. Set `submit_order='longest'`, or leave `tail_share` unset."
-            )
+        if not self.is_continuous:  # this and the next are text from a command line
+            self.rollout_ahead = int(self.rollout_ahead or 0)
+        if self.long_end_patience not in (None, AUTO):
+            self.long_end_patience = None if self.long_end_patience == "none" else float(self.long_end_patience)
+        for name, default in COMPUTED.items():
+            if getattr(self, name) is None:
+                setattr(self, name, filled_in(default(self)))
+        check_conflicts(self, SCHEDULE_CONFLICTS)
+        self._keep_long_answers()
 
-    def _guard(self, facts: Facts | None) -> None:
+    def _keep_long_answers(self) -> None:
         """Guards against the loss of long answers by default: defers groups where that is possible."""
+        facts = self.facts
         self.defers_groups = bool(self.defer_unsettled_groups)
-        if facts is None or self.defer_unsettled_groups is not None or not self.bounds_wait:
-            return
-        self.defers_groups = self.cannot_defer is None and facts.no_deferral is None
-        if not self.defers_groups and self.long_end_every is None and not self.is_continuous:
-            self.long_end_every = filled_in(GUARD_EVERY)
+        if self.over_provisions and self.keeps_all is not None:
+            self.selection = filled_in("all")
+            self.max_num_generations = self.min_num_generations = filled_in(self.num_generations)
+            self.target_redundancy = filled_in(1.0)
+            self.defers_groups = False
+        elif facts is not None and self.defer_unsettled_groups is None and self.bounds_wait:
+            self.defers_groups = self.cannot_defer is None and facts.no_deferral is None
+            if not self.defers_groups and self.long_end_every is None and not self.is_continuous:
+                self.long_end_every = filled_in(GUARD_EVERY)
 
     def forget_filled_in(self) -> None:
         """Unsets values that another config computed, so that they are computed from this config's fields."""
         for name, value in vars(self).items():
             if isinstance(value, FilledIn):
                 setattr(self, name, None)
-
-    def _check_patience(self) -> None:
-        patience = self.long_end_patience
-        if isinstance(patience, str) and patience != AUTO:  # from a command line
-            try:
-                patience = None if patience == "none" else float(patience)
-            except ValueError:
-                raise ConfigurationError(
-                    f"`long_end_patience` ({patience!r}) must be a number, 'auto' or None."
-                ) from None
-            self.long_end_patience = patience
-        if isinstance(patience, float | int) and not patience >= 1:
-            raise ConfigurationError(
-                f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th "
-                "shortest complete length. Set it to None for the paper's rule, which has no bound."
-            )
-        if self.long_end_every is not None and patience is None:
-            raise ConfigurationError(
-                f"`long_end_every` ({self.long_end_every}) has no effect with `long_end_patience` (None), with which "
-                "every rollout waits for the long end. Leave it unset."
-            )
-
-    def _check_ahead_of_time(self) -> None:
-        if isinstance(self.rollout_ahead, str) and self.rollout_ahead.isdecimal():  # from a command line
-            self.rollout_ahead = int(self.rollout_ahead)
-        if self.rollout_ahead not in (0, 1, CONTINUOUS):
-            raise ConfigurationError(
-                f"`rollout_ahead` ({self.rollout_ahead!r}) must be 0, 1 or 'continuous': at most one batch is sampled "
-                "ahead, or rollouts never end. Correct it."
-            )
-        if not self.is_continuous:
-            for name in ("max_staleness", "kv_after_update"):
-                if (value := getattr(self, name)) is not None:
-                    raise ConfigurationError(
-                        f"`{name}` ({value!r}) has no effect with `rollout_ahead` ({self.rollout_ahead}). Leave it "
-                        "unset, or set that to 'continuous'."
-                    )
-            return
-        if self.kv_after_update is None:
-            self.kv_after_update = filled_in("recompute")
-        if self.max_staleness is None:
-            self.max_staleness = filled_in(STALE_BATCHES * self.steps_per_batch)
-        if self.max_staleness < self.steps_per_batch:
-            raise ConfigurationError(
-                f"`max_staleness` ({self.max_staleness}) must be at least {self.steps_per_batch}, the optimizer steps "
-                "of one batch: the next batch is sampled meanwhile. Raise it, or set `rollout_ahead=0`."
-            )
-        reasons = {
-            "schedule": self.schedule not in ("darts", "grpo") and "'darts' and 'grpo' alone: it carries tokens over",
-            "drop_uniform_groups": self.drop_uniform_groups and "groups that are not replaced for their rewards",
-            "defer_unsettled_groups": self.defer_unsettled_groups and "prompts that are not sampled again",
-            "audit_share": self.audit_share and "prompts that are not sampled again",
-            "long_end_every": self.long_end_every and "one rollout, which is not counted",
-        }
-        for name, reason in reasons.items():
-            if reason:
-                raise ConfigurationError(
-                    f"`{name}` ({getattr(self, name)!r}) does not run with `rollout_ahead` ('continuous'), which has "
-                    f"{reason}. Set one of them to its default."
-                )
 
     @property
     def is_continuous(self) -> bool:
@@ -193,128 +119,25 @@ class ScheduleSettings(ScheduleFields):
         """Returns how many prompts may have entered without being trained on, for batches of `num_groups`."""
         return min(NUM_BATCHES, (self.max_staleness or 0) // self.steps_per_batch) * num_groups
 
-    def _fill_in(self) -> None:
-        """Computes the defaults that depend on other fields."""
-        low = self.num_generations
-        if self.selection is None:
-            self.selection = filled_in(SCHEDULES[self.schedule])
-        if self.submit_order is None:
-            self.submit_order = filled_in(SUBMIT_ORDERS.get(self.schedule, "longest"))
-        if self.max_num_generations is None:
-            self.max_num_generations = filled_in(2 * low if self.over_provisions else low)
-        if self.target_redundancy is None:
-            self.target_redundancy = filled_in(min(DEFAULT_REDUNDANCY, self.max_num_generations / low))
-        if self.min_num_generations is None:
-            spare = SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
-            self.min_num_generations = filled_in(min(low + spare, self.max_num_generations, self._affordable))
-        if self.drop_uniform_groups and self.max_prompt_oversampling is None:
-            self.max_prompt_oversampling = filled_in(MAX_OVERSAMPLING)
-        for name, defaults in SCHEDULE_DEFAULTS.items():
-            value = getattr(self, name)
-            if value is None:
-                setattr(self, name, filled_in(defaults.get(self.schedule)))
-            elif self.schedule not in defaults and not (name == "mask_stale_after" and self.is_continuous):
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}). Leave it unset, or set "
-                    f"`schedule` to {' or '.join(map(repr, defaults))}."
-                )
+    @property
+    def num_spare(self) -> int:
+        """Candidates of each prompt beyond `num_generations`, by default."""
+        return SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
 
     @property
-    def _affordable(self) -> int:
+    def affordable(self) -> int:
         """Average number of candidates per prompt within the budget."""
         return math.floor(self.target_redundancy * self.num_generations + 1e-9)  # 1.1 × 10 is 11
 
-    def _check_selection(self) -> None:
-        schedule, selection = self.schedule, self.selection
-        if (schedule == "grpo") != (selection == "all") and schedule in ("grpo", "darts"):
-            other = {"grpo": "darts", "darts": "grpo"}[schedule]
-            raise ConfigurationError(
-                f"`selection` ({selection!r}) does not go with `schedule` ({schedule!r}), which "
-                f"{'keeps all that it samples' if schedule == 'grpo' else 'samples more than it keeps'}. Set "
-                f"`schedule={other!r}`, or leave `selection` unset."
-            )
-        if selection == "dual_end" and self.num_longest >= self.num_generations:
-            raise ConfigurationError(
-                f"`num_longest` ({self.num_longest}) must be at least 0 and less than `num_generations` "
-                f"({self.num_generations}), because the other rows are the shortest ones. The paper uses 1."
-            )
-
-    def _check_unread(self) -> None:
-        """Raises for values without an effect, unless they describe what happens anyway."""
-        if not self.over_provisions:
-            remedy = "schedule='darts'" if self.schedule == "grpo" else "selection='dual_end'"
-            reason = f"`schedule` ({self.schedule!r}) and `selection` ('all'), which keep every candidate"
-            self._refuse_unread(OF_SELECTION, reason, remedy)
-        if self.selection == "uniform":
-            reason = "`selection` ('uniform'), which does not look at lengths"
-            self._refuse_unread({"num_longest": (1,)}, reason, "selection='dual_end'")
-        if not self.reads_lengths:
-            reason = f"`schedule` ({self.schedule!r}) and `submit_order` ('arrival'), which do not depend on lengths"
-            self._refuse_unread({"length_ema": (DEFAULT_EMA,)}, reason, "submit_order='longest'")
-
-    def _keep_all(self, reason: str) -> None:
-        """
-        Samples as many candidates as are kept, because of `reason`. Raises for settings that choose among candidates,
-        unless their values were computed.
-        """
-        self._refuse_unread({"selection": ("all",), "defer_unsettled_groups": (False, None), **OF_SELECTION}, reason)
-        self.selection, self.long_end_every, self.defers_groups = filled_in("all"), None, False
-        self.max_num_generations = self.min_num_generations = filled_in(self.num_generations)
-        self.target_redundancy = filled_in(1.0)
-
-    def _refuse_unread(self, unread: Mapping[str, tuple[Any, ...]], reason: str, remedy: str | None = None) -> None:
-        for name, choices in unread.items():
-            value = getattr(self, name)
-            values = [self.num_generations if choice == "M" else choice for choice in choices]
-            if value not in values and not isinstance(value, FilledIn):
-                other = f", or set `{remedy}`" if remedy else ""
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) has no effect with {reason}. Leave it unset or at {values[0]!r}{other}."
-                )
-
-    def _check_budget(self) -> None:
-        low, high = self.num_generations, self.max_num_generations
-        if high < low:
-            raise ConfigurationError(
-                f"`max_num_generations` ({high}) must be at least `num_generations` ({low}). Raise it, or leave it "
-                "unset for 2 × `num_generations`."
-            )
-        if not 1 <= self.target_redundancy <= high / low:
-            raise ConfigurationError(
-                f"`target_redundancy` ({self.target_redundancy}) must be between 1 and `max_num_generations` / "
-                f"`num_generations` ({high / low:g}). Correct it, or raise `max_num_generations`."
-            )
-        if not low <= self.min_num_generations <= high:
-            raise ConfigurationError(
-                f"`min_num_generations` ({self.min_num_generations}) must be between `num_generations` ({low}) and "
-                f"`max_num_generations` ({high}). Correct it, or leave it unset."
-            )
-        if self.redundancy_cost_weight is None and self.min_num_generations > self._affordable:
-            raise ConfigurationError(
-                f"`min_num_generations` ({self.min_num_generations}) must be at most `target_redundancy` × "
-                f"`num_generations` ({self.target_redundancy * low:g}), the average per prompt. Lower it, or raise "
-                "`target_redundancy`."
-            )
-
-    def _check_prompts(self) -> None:
-        if self.mask_stale_after is not None and not (self.keeps_tokens or self.is_continuous):
-            raise ConfigurationError(
-                f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `sorted_mode` "
-                f"({self.sorted_mode!r}), with which all tokens are of the newest policy. Leave it unset."
-            )
-        if self.drop_uniform_groups and self.schedule not in ("darts", "grpo"):
-            raise ConfigurationError(
-                f"`drop_uniform_groups` (True) does not run with `schedule` ({self.schedule!r}), which chooses its "
-                "prompts itself. Set it to `False`, or use `schedule='darts'` or 'grpo'."
-            )
-        for name in ("defer_unsettled_groups", "audit_share"):
-            if value := getattr(self, name):
-                self._check_deferral(name, value)
-        if self.max_prompt_oversampling is not None and not self.drop_uniform_groups:
-            raise ConfigurationError(
-                f"`max_prompt_oversampling` ({self.max_prompt_oversampling}) has no effect without "
-                "`drop_uniform_groups`. Leave it unset, or set that to `True`."
-            )
+    @property
+    def keeps_all(self) -> str | None:
+        """Why every candidate is kept, as it reads after "has no effect with"."""
+        if self.over_provisions:
+            return None if self.facts is None else self.facts.whole_groups
+        return (
+            f"`schedule` ({self.schedule!r}) and `selection` ({self.selection!r}), which keep every candidate, unlike "
+            "`schedule='darts'` and `selection='dual_end'`"
+        )
 
     @property
     def cannot_defer(self) -> str | None:
@@ -328,15 +151,6 @@ class ScheduleSettings(ScheduleFields):
         if self.is_continuous:
             return "`rollout_ahead` ('continuous'), which samples no prompt again"
         return None
-
-    def _check_deferral(self, name: str, value: Any) -> None:
-        cause = self.cannot_defer
-        if cause is None and self.audit_share and self.selection == "uniform":
-            cause = "`selection` ('uniform') and audits, which compare rows selected by length with plain sampling"
-        if cause is not None:
-            raise ConfigurationError(
-                f"`{name}` ({value}) does not run with {cause}. Set one of them to another value."
-            )
 
     @property
     def over_provisions(self) -> bool:
