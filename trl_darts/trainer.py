@@ -51,6 +51,7 @@ from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
+from .training.waves import Waves
 from .trl_compat import profiling_context, replaced
 from .weights.canary import Canary
 
@@ -117,6 +118,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _batch_in_use = -1  # index of the batch that TRL has buffered
     _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
+    _waves: Waves | None = None  # set if a batch is trained on while it decodes
     _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -164,7 +166,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._tail, curve = args.tail_servers(), args.load_latency_curve()
         self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
-        self._streams, self._trimming = make_streams(self), Trimming.of(self)
+        self._streams, self._trimming, self._waves = make_streams(self), Trimming.of(self), Waves.of(self)
         self._loop = LoopPosition(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
         self._feed = make_feed(self)
         self._batches = make_batches(self, self._feed)
@@ -283,7 +285,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 replaced(self, "_calculate_rewards", asked),
             ):
                 output = score(batch.inputs, *args, **kwargs)
-        metrics = {**streamed, **batch.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
+        metrics = {**streamed, **batch.mask(output, self.accelerator)}
+        if self._waves is not None and source.trains:
+            self._waves.count(output, self._waves.is_first(self._step))
+        if self._waves is None or self._waves.is_last(self._step):
+            metrics["darts/score/seconds"] = self._score_clock.pop()
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
         return output
@@ -325,8 +331,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = partial(self._score_batch, self._generate_and_score_completions)
-        before = self._buffered_inputs
-        with self._train_clock.paused(), replaced(self, "_generate_and_score_completions", batch):
+        before, steps = self._buffered_inputs, self.args.steps_per_generation
+        if self._waves is not None:
+            steps = self._waves.num_micro_batches
+        with (
+            self._train_clock.paused(),
+            replaced(self, "_generate_and_score_completions", batch),
+            replaced(self.args, "steps_per_generation", steps),
+        ):
             inputs = super()._prepare_inputs(*args, **kwargs)
             if not self.model.training:
                 return inputs
@@ -336,11 +348,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._trimming is not None:
                 self._buffered_inputs = self._trimming.micro_batches(self._buffered_inputs)
             self._log_all(padding_metrics(self._buffered_inputs, self.accelerator, self._trimming))
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return self._buffered_inputs[self._step % steps]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._train_clock.running():
             loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self._waves is not None:
+            loss = self._waves.finish(self.model, loss, self.accelerator.sync_gradients)
         self._loop.advance(ends_step=self.accelerator.sync_gradients)
         if self.accelerator.sync_gradients:
             self._log_all({"darts/train/seconds": self._train_clock.pop()})

@@ -42,13 +42,18 @@ class ContinuousSource(BufferSource):
         args, ids = self.trainer.args, self.batches.round_ids
         self._admission, plans = self.batches.plan(self.trainer.state.global_step)
         if self._scheduler is None:
-            drops = args.on_generation_error == "drop_group"
-            policies = args.policies(batch_stop=Continuous())
-            self._scheduler = Scheduler(policies, args.num_generations, drops, carries_tokens=not args.not_carried)
+            self._scheduler = self.scheduler()
         plans = entering(plans, ids, args.submit_order)
         prompts = self.batches.prompts([plan.group_id for plan in plans])
         keeps = args.kv_after_update == "keep"
         self.trainer._engine.extend(RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps), prompts)
+
+    def scheduler(self) -> Scheduler:
+        """Returns what decides the rollout, on the main process."""
+        args = self.trainer.args
+        drops = args.on_generation_error == "drop_group"
+        policies = args.policies(batch_stop=Continuous())
+        return Scheduler(policies, args.num_generations, drops, carries_tokens=not args.not_carried)
 
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides which groups are taken, on the main process."""

@@ -10,9 +10,10 @@ from .batches import BufferedBatches
 from .buffer_source import BufferSource
 from .continuous_source import ContinuousSource
 from .feed import PromptFeed
-from .rounds import round_policy
+from .rounds import ContinuousRounds, round_policy
 from .scores import GroupScores
 from .sources import EvaluationSource, LoaderSource, TRLSource
+from .wave_source import WaveSource
 
 
 def make_feed(trainer: Any) -> PromptFeed:
@@ -31,7 +32,10 @@ def make_feed(trainer: Any) -> PromptFeed:
 def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
     """Returns the batches of a schedule with a rollout buffer."""
     args = trainer.args
-    make_policy: Any = partial(round_policy, args, args.generation_batch_size // args.num_generations)
+    num_groups = args.generation_batch_size // args.num_generations
+    make_policy: Any = partial(round_policy, args, num_groups)
+    if trainer._waves is not None:
+        make_policy = partial(ContinuousRounds, num_groups // trainer._waves.num_waves, num_groups)
     if make_policy() is None:
         return None
     admission, main, loop = trainer._admission, trainer._main, trainer._loop
@@ -51,6 +55,8 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
     if batches is None:
         return LoaderSource(trainer), evaluation
+    if args.stream_training:
+        return WaveSource(trainer, batches), evaluation
     if args.is_continuous:
         return ContinuousSource(trainer, batches), evaluation
     scores = None

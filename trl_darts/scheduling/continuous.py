@@ -62,6 +62,22 @@ class FreshGroups:
         return sorted(chosen)
 
 
+@dataclass(frozen=True)
+class FinishedGroups:
+    """
+    The next wave of a batch: the first `num_groups` that can be taken, or what is left if that is less. Dropped groups
+    count.
+    """
+
+    num_groups: int
+
+    def choose(self, scheduler: Scheduler) -> list[int] | None:
+        """Returns the IDs of the groups, or `None` while one must be waited for."""
+        takeable = scheduler.takeable
+        enough = len(takeable) >= min(self.num_groups, len(scheduler.ledger.groups))
+        return takeable[: self.num_groups] if enough else None
+
+
 def entering(plans: Sequence[GroupPlan], entry_ids: Sequence[int], submit_order: str) -> list[GroupPlan]:
     """
     Returns the plans of prompts that enter a rollout without an end, in the order in which they start, with the IDs of
