@@ -91,6 +91,35 @@ def peers(results: Path) -> str:
     return section("Beside TRL's AsyncGRPO", text, *made, parts)
 
 
+WAVES: cells.Columns = {
+    "step (s)": (lambda own, base: own["seconds"], cells.mean),
+    "÷ the longer of rollout and passes": (
+        lambda own, base: own["seconds"] / max(base["rollout"], base["passes"]),
+        cells.ratio,
+    ),
+    "times as fast": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
+    "kept ÷ pool": (lambda own, base: own["kept_over_pool"], cells.mean),
+}
+
+
+def waves(results: Path) -> str:
+    """Steps whose training runs beside their rollout."""
+    lines = last(results, "waves", "share", "seed", "arm")
+    if not lines:
+        return ""
+    runs = list(lines.values())
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    text = f"""
+        `python -m benchmarks.waves`: `stream_training` on a real server at [a GPU's pace](#how-it-was-run), where
+        passes take a share of the seconds of GRPO's rollout {origin(lines)}. Rollout and passes are those of *grpo*,
+        which has one after the other; *ahead* is `rollout_ahead=1`, whose rows are a step old."""
+    blocks = []
+    for share in sorted({run["share"] for run in runs}):
+        own = [run for run in runs if run["share"] == share]
+        blocks.append(cells.compare(f"passes {share:g} of a rollout (seeds)", {"": own}, WAVES, arms, "grpo"))
+    return section("Training while the tail decodes", text, *blocks)
+
+
 def gpu(results: Path) -> str:
     """Of the last runs: each row's rollouts, on the server and in virtual time, and each arm's steps."""
     lines = last(results, "gpu", "size", "part", "arm")
