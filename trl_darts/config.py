@@ -88,7 +88,7 @@ TRAINING_CONFLICTS = (
              "Leave them out, or change that."),
     Conflict("generation_kwargs",
              lambda s: not s.use_vllm and s.schedule != "grpo" and not ENDS.isdisjoint(s.generation_kwargs),
-             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's tokens are used",
+             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's are used",
              "Set them in its `generation_config`, set `schedule='grpo'`, or use vLLM with `stop`."),
     Conflict("vllm_structured_outputs_regex generation_kwargs", lambda s: s.keeps_tokens and s.not_carried,
              "does not run with {schedule}, which continues completions in new requests: it would start again there",
@@ -287,7 +287,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         if self.buffers_prompts and not self.uses_servers:
             raise ConfigurationError(
                 f"{self.own_prompts} with an engine in the trainer's own process. Set `use_vllm=True` and "
-                f"`vllm_mode='server'`, or {self.without_own_prompts}."
+                "`vllm_mode='server'`, or leave it unset."
             )
         if not self.stream_logprobs or self.vllm_importance_sampling_correction or self.beta != 0.0:
             return
