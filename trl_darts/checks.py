@@ -52,14 +52,11 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
             "`schedule='grpo'`, or leave `rollout_func` out."
         )
-    if rollout_func is not None and args.tail_urls:
+    if rollout_func is not None and (args.tail_urls or args.buffers_prompts):
+        tail = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"
         raise ConfigurationError(
-            f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run with `rollout_func`, which "
-            "generates by itself. Leave one of them out."
-        )
-    if rollout_func is not None and args.buffers_prompts:
-        raise ConfigurationError(
-            f"{args.own_prompts} with `rollout_func`, which generates its batch by itself. Leave one of them out."
+            f"{tail if args.tail_urls else args.own_prompts} with `rollout_func`, which generates its batch by itself. "
+            "Leave one of them out."
         )
     args.resolve()
     if turns is not None and args.over_provisions:
