@@ -53,10 +53,10 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             "`schedule='grpo'`, or leave `rollout_func` out."
         )
     if rollout_func is not None and (args.tail_urls or args.buffers_prompts):
-        tail = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"
+        given = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"
+        given = given if args.tail_urls else args.own_prompts
         raise ConfigurationError(
-            f"{tail if args.tail_urls else args.own_prompts} with `rollout_func`, which generates its batch by itself. "
-            "Leave one of them out."
+            f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
         )
     args.resolve()
     if turns is not None and args.over_provisions:
