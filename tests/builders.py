@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
 from trl_darts import DARTSGRPOConfig
+from trl_darts.errors import ConfigurationError
 
 
 LETTERS = "ABCDE"
@@ -156,3 +160,11 @@ def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
 def rollout_logs(trainer: Any) -> list[dict[str, float]]:
     """Returns the log entries of steps with a rollout."""
     return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
+
+
+def assert_refused(make: Callable[..., Any], fields: dict[str, Any], words: str) -> None:
+    """Asserts that an error names one of the fields, its value and then the words, in parts separated by ` ... `."""
+    with pytest.raises(ConfigurationError) as caught:
+        make(**fields)
+    begins = "|".join(re.escape(f"`{name}` ({value!r}) ") for name, value in fields.items())
+    assert re.match(f"({begins}){'.*'.join(map(re.escape, words.split(' ... ')))}", str(caught.value)), caught.value

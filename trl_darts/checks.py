@@ -52,15 +52,11 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
             "`schedule='grpo'`, or leave `rollout_func` out."
         )
-    if rollout_func is not None and args.tail_urls:
+    if rollout_func is not None and (args.tail_urls or args.buffers_prompts):
+        given = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"
+        given = given if args.tail_urls else args.own_prompts
         raise ConfigurationError(
-            f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run with `rollout_func`, which "
-            "generates by itself. Leave one of them out."
-        )
-    if rollout_func is not None and args.buffers_prompts:
-        raise ConfigurationError(
-            f"{args.own_prompts} with `rollout_func`, which generates its batch by itself. Set "
-            f"{args.without_own_prompts}."
+            f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
         )
     args.resolve()
     if turns is not None and args.over_provisions:
@@ -260,7 +256,7 @@ def _guard(trainer: Any) -> None:
     args = trainer.args
     if args.defer_unsettled_groups is not None or not args.bounds_wait:  # not with tools, with which all are kept
         return
-    no_deferral = _not_buffered(trainer, "")[0]
+    no_deferral = _not_buffered(trainer)[0]
     args.resolve(Facts(no_deferral))
     cause = args.cannot_defer or no_deferral
     if cause is None:
@@ -278,23 +274,23 @@ def _check_rounds(trainer: Any) -> None:
     """Raises for schedules with a prompt buffer if the rows can't be stored in it."""
     if not trainer.args.buffers_prompts:
         return
-    cause, remedy = _not_buffered(trainer, trainer.args.without_own_prompts)
+    cause, remedy = _not_buffered(trainer)
     if cause is not None:
         raise ConfigurationError(f"{trainer.args.own_prompts} with {cause}. {remedy}.")
 
 
-def _not_buffered(trainer: Any, other: str) -> tuple[str | None, str]:
-    """Returns why prompts can't be stored in a buffer, or `None`, and a remedy. `other` settings need no buffer."""
+def _not_buffered(trainer: Any) -> tuple[str | None, str]:
+    """Returns why prompts can't be stored in a buffer, or `None`, and a remedy."""
     args = trainer.args
     if trainer.environment_factories is not None:
-        return "`environment_factory`, which creates the prompts of each batch", f"Use {other}"
+        return "`environment_factory`, which creates the prompts of each batch", "Leave one of them out"
     if (args.drop_uniform_groups or args.scores_early) and trainer.tools:
-        return "`tools`: rewards are only known after the tool loops", f"Use {other}"
+        return "`tools`: rewards are only known after the tool loops", "Leave one of them out"
     if args.kv_after_update == "keep" and trainer.tools:
         cause = "`kv_after_update` ('keep') and `tools`, whose later turns could read keys and values of older weights"
         return cause, "Use `kv_after_update='recompute'`"
     if trainer._is_vlm and has_images(trainer.train_dataset) is not False:  # unknown of a stream
-        return "images yet", f"Use {other}, or a data set without images"
+        return "images yet", "Leave it unset, or use a data set without images"
     unsaved = None if args.save_strategy == "no" else unsaved_column(trainer.train_dataset)  # of deferred prompts
     if unsaved is not None:
         return unsaved, "Convert it to text or numbers, or set `save_strategy='no'`"

@@ -89,7 +89,7 @@ TRAINING_CONFLICTS = (
              "Leave them out, or change that."),
     Conflict("generation_kwargs",
              lambda s: not s.use_vllm and s.schedule != "grpo" and not ENDS.isdisjoint(s.generation_kwargs),
-             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's tokens are used",
+             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's are used",
              "Set them in its `generation_config`, set `schedule='grpo'`, or use vLLM with `stop`."),
     Conflict("vllm_structured_outputs_regex generation_kwargs", lambda s: s.keeps_tokens and s.not_carried,
              "does not run with {schedule}, which continues completions in new requests: it would start again there",
@@ -139,6 +139,16 @@ TRAINING_CONFLICTS = (
              "has no effect with {max_staleness}: no token is older"),
     Conflict("mask_stale_after", lambda s: s.rollout_ahead and s.mask_stale_after < s.steps_per_batch,
              "would mask all tokens with {rollout_ahead}, which are {steps_per_batch} optimizer steps old or older"),
+)
+START_CONFLICTS = (  # checked when the trainer is built, where its files are
+    Conflict("length_history", lambda s: not os.path.exists(s.length_history),
+             "must be a checkpoint, its `darts_lengths.npz`, or the `output_dir` of a run with `save_rollout_trace`",
+             "It does not exist. Correct its path."),
+    Conflict("weight_sync_dir", lambda s: not os.path.isdir(s.weight_sync_dir),
+             "must be a directory that exists and that the servers see under the same path",
+             "Create it, or correct the path."),
+    Conflict("stream_logprobs", lambda s: not s.needs_logprobs,
+             "has nothing to compute with {vllm_importance_sampling_correction} and {beta}", "Set it to `False`."),
 )
 # fmt: on
 
@@ -320,28 +330,24 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         still be created with them, on a machine without its files and servers.
         """
         self.load_latency_curve()
-        super().check_start()
+        self.tail_servers()
+        check_conflicts(self, START_CONFLICTS)
         if not self.output_dir or (os.path.exists(self.output_dir) and not os.path.isdir(self.output_dir)):
             raise ConfigurationError(
                 f"`output_dir` ({self.output_dir!r}) must be a directory, or a new one. Correct it."
             )
-        if self.length_history is not None and not os.path.exists(self.length_history):
-            raise ConfigurationError(
-                f"`length_history` ({self.length_history!r}) must be a checkpoint, its `darts_lengths.npz`, or the "
-                "`output_dir` of a run with `save_rollout_trace`, and does not exist. Correct its path."
-            )
         if self.buffers_prompts and not self.uses_servers:
             raise ConfigurationError(
                 f"{self.own_prompts} with an engine in the trainer's own process. Set `use_vllm=True` and "
-                f"`vllm_mode='server'`, or {self.without_own_prompts}."
+                "`vllm_mode='server'`, or leave it unset."
             )
-        if not self.stream_logprobs or self.vllm_importance_sampling_correction or self.beta != 0.0:
-            return
-        if self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) == 0:
-            raise ConfigurationError(
-                "`stream_logprobs` (True) has nothing to compute: with `vllm_importance_sampling_correction=False` "
-                "and `beta=0.0` no log-probs are needed before the loss. Set it to `False`."
-            )
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether log-probs are needed before the loss."""
+        steps = (self.steps_per_generation or 1) * self.num_iterations
+        corrects = self.vllm_importance_sampling_correction or self.gradient_accumulation_steps % steps != 0
+        return corrects or self.beta != 0.0
 
     @property
     def not_carried(self) -> dict[str, Any]:

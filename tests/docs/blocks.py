@@ -25,7 +25,7 @@ from trl import GRPOTrainer, TrlParser
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.cli import app
 from trl_darts.cli.grpo import split_words
-from trl_darts.recipes.recipe import ARGUMENTS
+from trl_darts.recipes.fields import ARGUMENTS
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from trl.rewards import think_format_reward
 
 from benchmarks.vllm_server import free_port
 from trl_darts.errors import ConfigurationError
-from trl_darts.recipes.recipe import OVERLONG, ScriptArguments
+from trl_darts.recipes.script import OVERLONG, ScriptArguments
 
 
 ROOT = Path(__file__).resolve().parents[2]

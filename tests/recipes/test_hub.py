@@ -21,6 +21,7 @@ from tests.recipes.stand_in import TOKEN
 from trl_darts import DARTSGRPOConfig
 from trl_darts.cli import app
 from trl_darts.errors import ConfigurationError
+from trl_darts.recipes.fields import ARGUMENTS, actions
 from trl_darts.recipes.hub import (
     CARD_NAME,
     CONFIG_NAME,
@@ -31,7 +32,7 @@ from trl_darts.recipes.hub import (
     push_config,
     resolve_config_arguments,
 )
-from trl_darts.recipes.recipe import ARGUMENTS, _actions, read_fields
+from trl_darts.recipes.recipe import read_fields
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def test_fields_that_sound_like_a_machine_or_an_account_are_withheld():
     risky = re.compile(r"dir|path|url|host|_port|file|token$|secret|password|key|hub|repo|_kwargs|code")
     harmless = {"model_name_or_path", "reward_model_name_or_path", "report_to", "generation_kwargs"}
     harmless |= {"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "chat_template_kwargs"}
-    found = {name for name in _actions() if risky.search(name)} - harmless
+    found = {name for name in actions() if risky.search(name)} - harmless
     assert found >= {"output_dir", "hub_token", "push_to_hub", "vllm_server_base_url", "trust_remote_code"}
     kept_here = {name for name in found if any(fnmatch(name, pattern) for pattern in WITHHELD)}
     assert found == kept_here, "withhold it in hub.py, or list it here"

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from trl_darts.cli import app
 from trl_darts.config import DARTSGRPOConfig
-from trl_darts.recipes.recipe import ARGUMENTS, ScriptArguments
+from trl_darts.recipes.fields import ARGUMENTS
 from trl_darts.recipes.schema import recipe_schema
+from trl_darts.recipes.script import ScriptArguments
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -63,7 +63,7 @@ def _shows_help(words: Sequence[str], program: str) -> bool:
         announce_loading()
         from trl import TrlParser  # type: ignore[attr-defined]  # exported lazily
 
-        from ..recipes.recipe import ARGUMENTS
+        from ..recipes.fields import ARGUMENTS
 
         TrlParser(ARGUMENTS, prog=program, description=HELP).print_help()
     else:
@@ -104,7 +104,7 @@ def _launch(words: Sequence[str]) -> NoReturn:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..recipes.recipe import no_field
+    from ..recipes.fields import no_field
 
     parser = launch_command_parser()
     for word in words[: words.index("-m")]:

@@ -16,7 +16,8 @@ from trl import get_dataset  # type: ignore[attr-defined]  # exported lazily
 
 from ..data_checks import check_data
 from ..errors import ConfigurationError
-from ..recipes.recipe import MADE_DATASET, OVERLONG, Recipe, ScriptArguments, read_command_line
+from ..recipes.recipe import Recipe, read_command_line
+from ..recipes.script import MADE_DATASET, OVERLONG, ScriptArguments
 from .exits import one_line, one_line_errors
 
 

@@ -108,15 +108,6 @@ class ServerFields(ScheduleSettings):
             if len(set(urls)) < len(urls):
                 raise ConfigurationError(f"`{name}` ({value!r}) names a server twice. Name each address once.")
 
-    def check_start(self) -> None:
-        """Raises [`ConfigurationError`] if a directory or a profile is missing."""
-        if self.uses_servers and self.weight_sync_dir is not None and not os.path.isdir(self.weight_sync_dir):
-            raise ConfigurationError(
-                f"`weight_sync_dir` ({self.weight_sync_dir!r}) must be a directory that exists and that the servers "
-                "see under the same path. Create it, or correct the path."
-            )
-        self.tail_servers()
-
     @property
     def uses_servers(self) -> bool:
         """Whether vLLM servers generate."""
@@ -139,7 +130,7 @@ class ServerFields(ScheduleSettings):
     @property
     def predicts_switch(self) -> bool:
         """Whether tail servers take over when that is predicted to pay, from expected lengths."""
-        return self.vllm_tail_server_url is not None and self.tail_switch_at is None
+        return bool(self.tail_urls) and self.tail_switch_at is None
 
     @property
     def reads_lengths(self) -> bool:
@@ -202,7 +193,7 @@ SERVER_CONFLICTS = (
     Conflict("vllm_server_list", lambda s: s.vllm_tail_shares_gpus,
              "does not run with {vllm_tail_shares_gpus}: a server that joins has GPUs of its own"),
     # Tail servers
-    Conflict("tail_switch_at tail_share vllm_tail_shares_gpus", lambda s: s.vllm_tail_server_url is None,
+    Conflict("tail_switch_at tail_share vllm_tail_shares_gpus", lambda s: not s.tail_urls,
              "has no effect without `vllm_tail_server_url`, the servers that take over", "Set it, or leave both out."),
     Conflict("tail_share", lambda s: s.vllm_tail_shares_gpus,
              "needs tail servers that decode from the start, but with {vllm_tail_shares_gpus} they sleep then"),

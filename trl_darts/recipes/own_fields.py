@@ -7,7 +7,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from ..config import OWN_CLASSES, DARTSGRPOConfig
-from .recipe import ScriptArguments
+from .script import ScriptArguments
 
 
 TITLES = ("Schedule", "What the trainer does", "vLLM servers")  # of the classes, where a field has no other heading

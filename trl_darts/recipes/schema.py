@@ -5,7 +5,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .recipe import ARGUMENTS
+from .fields import ARGUMENTS
 
 
 DRAFT = "http://json-schema.org/draft-07/schema#"  # supported by YAML editors

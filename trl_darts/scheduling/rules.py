@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from string import Formatter
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -61,7 +61,8 @@ def check_fields(config: Any, *declared: type) -> None:
     """
     for cls in declared:
         for name, kinds, rule in _fields(cls):
-            value = _check_type(config, name, kinds)
+            value = checked_type(name, getattr(config, name), kinds)
+            setattr(config, name, value)
             if rule is not None and (value is not None or getattr(cls, name) is not None):
                 rule.check(name, value)
 
@@ -70,26 +71,26 @@ def check_types(config: Any, cls: type, names: Iterable[str]) -> None:
     """Checks types as [`check_fields`] does, of fields of TRL's `cls`, any of which may be `None`."""
     for name in names:
         if getattr(config, name) is not None:
-            _check_type(config, name, _kinds(_hints(cls)[name]))
+            setattr(config, name, checked_type(name, getattr(config, name), kinds_of(_hints(cls)[name])))
 
 
-def _check_type(config: Any, name: str, kinds: tuple[type, ...]) -> Any:
-    given = getattr(config, name)
+def checked_type(name: str, given: Any, kinds: tuple[type, ...]) -> Any:
+    """Returns a value as one of Python's types, or raises [`ConfigurationError`] if it is of none of `kinds`."""
     value = given.item() if isinstance(given, np.generic) else given
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     numbers = (int,) if float in kinds else ()
     if not isinstance(value, kinds + numbers) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join(dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in kinds))
         raise ConfigurationError(f"`{name}` ({given!r:.60}) must be of type {names}. Correct it, or leave it out.")
-    if value is not given:
-        setattr(config, name, value)
     return value
 
 
-def _kinds(hint: Any) -> tuple[type, ...]:
-    """The classes of an annotation: `dict` and `str` of `dict[str, Any] | str`."""
+def kinds_of(hint: Any) -> tuple[type, ...]:
+    """Returns the classes of an annotation: `dict` and `str` of `dict[str, Any] | str`."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return tuple(get_origin(part) or part for part in parts)
+    return tuple(
+        type(get_args(part)[0]) if get_origin(part) is Literal else get_origin(part) or part for part in parts
+    )
 
 
 @cache
@@ -107,7 +108,7 @@ def _fields(cls: type) -> list[tuple[str, tuple[type, ...], Rule | None]]:
     hints = get_type_hints(cls, include_extras=True)
     for name in cls.__annotations__:
         kind, rule = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name], None)
-        kinds = _kinds(kind)
+        kinds = kinds_of(kind)
         if getattr(cls, name) is None:
             kinds += (NoneType,)  # the annotation may be that of the computed value
         found.append((name, kinds, rule))

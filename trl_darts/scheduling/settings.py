@@ -197,26 +197,10 @@ class ScheduleSettings(ScheduleFields):
 
     @property
     def own_prompts(self) -> str:
-        """Beginning of an error message about a schedule that `buffers_prompts`."""
-        if self.rollout_ahead:
-            return f"`rollout_ahead` ({self.rollout_ahead!r}) samples each batch before its turn, and does not run"
-        name = self._own_prompts_of
-        given = f"`{name}` ({getattr(self, name)!r})"
-        return f"{given} trains on other prompts than the data loader's next ones, and does not run"
-
-    @property
-    def without_own_prompts(self) -> str:
-        """Remedy for an error about `own_prompts`."""
-        if self.rollout_ahead:
-            return "`rollout_ahead=0`"
-        name = self._own_prompts_of
-        return "`schedule='darts'`" if name == "schedule" else f"`{name}={type(getattr(self, name))(0)}`"
-
-    @property
-    def _own_prompts_of(self) -> str:
-        """The setting by which the schedule trains on other prompts than the loader's next ones."""
-        flags = ("drop_uniform_groups", "defer_unsettled_groups", "audit_share")
-        return next((name for name in flags if getattr(self, name)), "schedule")
+        """Beginning of an error message about the setting because of which the schedule `buffers_prompts`."""
+        names = ("rollout_ahead", "drop_uniform_groups", "defer_unsettled_groups", "audit_share")
+        name = next((name for name in names if getattr(self, name)), "schedule")
+        return f"`{name}` ({getattr(self, name)!r}) takes prompts before or out of their turn, and does not run"
 
     @property
     def keeps_tokens(self) -> bool:
