@@ -162,24 +162,37 @@ def padding(results: Path) -> str:
 
 
 def step(results: Path) -> str:
-    lines = last(results, "step", "prompt")
+    lines = last(results, "step", "size", "correction", "checkpointing", "prompt")
     if not lines:
         return ""
-    rows = []
-    for (prompt,), line in sorted(lines.items()):
-        theirs, trimmed = ([run["seconds"] for run in line["runs"][arm]] for arm in ("TRL", "trimmed"))
-        for arm, runs in line["runs"].items():
-            own, there = [run["seconds"] for run in runs], statistics.median(run["padding"] for run in runs)
-            speeds = [cells.ratio(quotients(other, own)) for other in (theirs, trimmed)]
-            rows.append([f"{prompt} tokens: {arm}", median(own), *speeds, f"{there:.2f}".replace("nan", "–")])
-    worst = max(apart for line in lines.values() for apart in line["gradient"].values())
-    first = next(iter(lines.values()))
+    settings = dict.fromkeys(key[:3] for key in lines)
+    blocks = [_step_table(*own, {key[3]: line for key, line in lines.items() if key[:3] == own}) for own in settings]
     text = f"""
         `python -m benchmarks.step`: as above, with a prompt of its own for each group of 8 rows, and micro-batches of
-        a group. {first["rows"].replace(" by 4", "")}. *Computed* are tokens through the model over tokens there are.
-        Gradients differ from TRL's by at most {worst:.0e} of their norm {origin(lines)}."""
-    header = ["prompt: rows", "s per step", "speed-up over TRL's", "over trimmed", "computed"]
-    return section("Shared prompts", text, cells.table(header, rows))
+        a group. *Computed* are tokens through the model over tokens there are, *memory* is the peak of the passes
+        above what was there before them {origin(lines)}."""
+    return section("Shared prompts", text, *blocks)
+
+
+def _step_table(size: str, correction: str, checkpointing: str, lines: Mapping[int, Line]) -> str:
+    rows = []
+    for prompt, line in sorted(lines.items()):
+        theirs = [run["seconds"] for run in line["runs"]["TRL"]]
+        for arm, runs in line["runs"].items():
+            own, there, memory = ([run[name] for run in runs] for name in ("seconds", "padding", "memory"))
+            computed = f"{statistics.median(there):.2f}".replace("nan", "–")
+            mib = f"{statistics.median(memory):,.0f}"
+            rows.append([f"{prompt} tokens: {arm}", median(own), cells.ratio(quotients(theirs, own)), computed, mib])
+    line = next(iter(lines.values()))
+    worst = np.nanmax([apart for line in lines.values() for apart in line["gradient"].values()])
+    text = textwrap.fill(
+        f"**Model {size}, correction for sampling log-probs {correction}, gradient checkpointing {checkpointing}.** "
+        f"{line['rows'].replace(' by 4', '')}. Gradients differ from TRL's by at most {worst:.0e} of their norm. "
+        f"{line['machine']['device']}.",
+        119,
+    )
+    header = ["prompt: rows", "s per step", "speed-up over TRL's", "computed", "memory (MiB)"]
+    return f"{text}\n\n{cells.table(header, rows)}"
 
 
 def schedules(results: Path) -> str:
