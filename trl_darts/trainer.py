@@ -47,6 +47,7 @@ from .telemetry.stopwatch import Stopwatch
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
+from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
 from .trl_compat import profiling_context, replaced
@@ -114,6 +115,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _batch_in_use = -1  # index of the batch that TRL has buffered
     _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
+    _reused: ReusedLogprobs | None = None
     _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -162,6 +164,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
+        self._reused = ReusedLogprobs.of(self)
         self._loop = LoopPosition(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
         self._feed = make_feed(self)
         self._batches = make_batches(self, self._feed)
@@ -269,6 +272,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ) -> dict[str, Any]:
         """Has `score`, TRL's `_generate_and_score_completions` or a subclass's around it, score the next batch."""
         source = self._source
+        if self._reused is not None and self.model.training:
+            score = partial(self._reused.score, self, score)
         with self._streams.serving(source.input_of(inputs)) as streamed:
             inputs = source.next_inputs(inputs)
             # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
@@ -314,6 +319,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._trimming is not None:
             compute = partial(self._trimming.per_token_logps, compute)
         return self._streams.per_token_logps(self, compute, model, *args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        compute_loss = super()._compute_loss
+        if self._reused is not None:
+            return self._reused.loss(self, compute_loss, model, inputs)
+        return compute_loss(model, inputs)
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = partial(self._score_batch, self._generate_and_score_completions)
