@@ -39,6 +39,7 @@ from benchmarks import parts
 from benchmarks.harness import Benchmark, Shared, alternate, main
 from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from trl_darts.training.reused_logprobs import ReusedLogprobs
 
 
 NUM_ROWS, BATCH_SIZE, NUM_GENERATIONS = 256, 4, 8
@@ -46,7 +47,11 @@ PROMPT_TOKENS = 8
 MEDIAN, SPREAD = 2748.0, 0.885  # of LLaMA-3.1-8B on DeepScaleR
 ON_GPU = torch.cuda.is_available()
 LARGEST_GRADIENT = 2**20  # numbers of a parameter's gradient that are compared
-ARMS = ("TRL", "trim_padding=False", "trim_padding=True")
+ARMS: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    "trim_padding=False": {"trim_padding": False},
+    "trim_padding=True": {"share_prompts": False},
+}
 
 
 class Given:
@@ -161,17 +166,18 @@ def _status(name: str) -> int:
 
 
 def step(
-    arm: str,
     model: PreTrainedModel,
     lengths: np.ndarray,
     out: str,
+    is_ours: bool,
     data: Dataset | None = None,
     corrects: bool = False,
+    reuses: bool = False,
     **fields: Any,
 ) -> tuple[dict[str, float], torch.Tensor]:
     """
     Runs one optimizer step. Returns its costs and its gradient. With `corrects`, the loss is corrected for the
-    sampling log-probs, as with vLLM.
+    sampling log-probs, as with vLLM, with `reuses` by the log-probs of the training pass.
     """
     settings = {
         "output_dir": out,
@@ -189,15 +195,18 @@ def step(
         "gradient_checkpointing": ON_GPU,
         **fields,
     }
-    if arm == "TRL":
-        cls, args = TheirTrainer, GRPOConfig(**settings)
+    if is_ours:
+        cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo")
     else:
-        cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo", trim_padding=arm.endswith("True"))
+        cls, args = TheirTrainer, GRPOConfig(**settings)
     if data is None:
         data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
     measured = Step()
     trainer = cls(model, reward, args, data, processing_class=make_tokenizer(), callbacks=[measured])
     trainer.lengths, trainer.use_vllm = lengths, corrects
+    if isinstance(trainer, OurTrainer):
+        trainer.args.reuse_logprobs = reuses  # after `use_vllm`, without which there is nothing to reuse
+        trainer._reused = ReusedLogprobs.of(trainer)
     with open(os.devnull, "w") as nowhere:
         stdout, sys.stdout = sys.stdout, nowhere  # hides the logs that transformers prints
         try:
@@ -217,7 +226,7 @@ def run(
     own = tail(scale)[:rows]
     own = own if lengths == "tail" else np.full(rows, round(own.mean()))
     make_model = partial(random_model, hidden_size, num_layers)
-    found = compare(lambda arm, out: step(arm, make_model(), own, out), ARMS, repeats)
+    found = compare(lambda arm, out: step(make_model(), own, out, arm != "TRL", **ARMS[arm]), ARMS, repeats)
     return {"rows": describe(own), "hidden_size": hidden_size, "num_layers": num_layers, **found}
 
 

@@ -1,5 +1,6 @@
 """
-What a step costs beside its rollout: TRL's class, ours with trimmed rows, and ours with shared prompts.
+What a step costs beside its rollout: TRL's class, ours with each of trimmed rows, shared prompts (which need trimmed
+rows) and reused log-probs, and ours with all.
 
     python -m benchmarks.step [--prompts 128,512,2048] [--corrections on,off] [--checkpointings on,off]
                               [--size tiny|1.7b] [--rows 64] [--scale 43] [--repeats 5]
@@ -30,7 +31,13 @@ from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.models import EOS_ID, PAD_ID
 
 
-ARMS: dict[str, dict[str, Any]] = {"TRL": {}, "trimmed": {"share_prompts": False}, "shared": {"share_prompts": True}}
+ARMS: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    "reused": {"trim_padding": False, "reuses": True},
+    "trimmed": {"share_prompts": False},
+    "shared": {"share_prompts": True},
+    "all": {"share_prompts": True, "reuses": True},
+}
 BATCH_SIZE = 8
 NO_MEMORY = dict.fromkeys(("seconds", "memory", "padding", "share"), math.nan)
 
@@ -82,13 +89,13 @@ def run(
     }
 
     def step_of(arm: str, out: str) -> tuple[dict[str, float], torch.Tensor]:
-        name = "TRL" if arm == "TRL" else "trim_padding=True"
         try:
-            return padding.step(name, SIZES[size](), lengths, out, **fields, **ARMS[arm])
+            return padding.step(SIZES[size](), lengths, out, arm != "TRL", **fields, **ARMS[arm])
         except torch.cuda.OutOfMemoryError:
             return NO_MEMORY, torch.tensor(math.nan)
 
-    found = padding.compare(step_of, ARMS, repeats)
+    arms = [arm for arm in ARMS if correction == "on" or not ARMS[arm].get("reuses")]
+    found = padding.compare(step_of, arms, repeats)
     return {"rows": padding.describe(lengths), "size": size, **found}
 
 

@@ -240,6 +240,13 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "is the same up to rounding. If it is unset, rows share prompts where the model and `trim_padding` allow it "
         "and it costs less; `True` raises an error elsewhere.",
     )
+    reuse_logprobs: bool | None = setting(
+        None,
+        "Whether the correction for vLLM's log-probs takes those of the policy from the training pass, instead of a "
+        "forward pass before it. The gradient is the same up to rounding if the policy does not change in between. If "
+        "it is unset, they are reused where each batch is trained on in one optimizer step, and passes of the model "
+        "have no dropout; `True` raises an error elsewhere.",
+    )
 
     # Logging
     save_rollout_trace: bool = setting(
@@ -293,10 +300,6 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         if self.stream_training:
             return "`stream_training` (True) takes the groups of a batch one by one, and does not run"
         return super().own_prompts
-
-    @property
-    def without_own_prompts(self) -> str:
-        return "`stream_training=False`" if self.stream_training else super().without_own_prompts
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields, including computed ones. A config created from them treats all of them as set."""

@@ -49,6 +49,7 @@ from .telemetry.stopwatch import Stopwatch
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
+from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
 from .training.waves import Waves
@@ -118,6 +119,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _batch_in_use = -1  # index of the batch that TRL has buffered
     _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
+    _reused: ReusedLogprobs | None = None
     _waves: Waves | None = None  # set if a batch is trained on while it decodes
     _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
@@ -166,7 +168,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._tail, curve = args.tail_servers(), args.load_latency_curve()
         self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
-        self._streams, self._trimming, self._waves = make_streams(self), Trimming.of(self), Waves.of(self)
+        self._streams, self._trimming = make_streams(self), Trimming.of(self)
+        self._reused, self._waves = ReusedLogprobs.of(self), Waves.of(self)
         self._loop = LoopPosition(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
         self._feed = make_feed(self)
         self._batches = make_batches(self, self._feed)
@@ -275,6 +278,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ) -> dict[str, Any]:
         """Has `score`, TRL's `_generate_and_score_completions` or a subclass's around it, score the next batch."""
         source = self._source
+        if self._reused is not None and self.model.training:
+            score = partial(self._reused.score, self, score)
         with self._streams.serving(source.input_of(inputs)) as streamed:
             batch = source.next(inputs)
             # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
@@ -329,11 +334,21 @@ class DARTSGRPOTrainer(GRPOTrainer):
             compute = partial(self._trimming.per_token_logps, compute)
         return self._streams.per_token_logps(self, compute, model, *args, **kwargs)
 
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        compute_loss = super()._compute_loss
+        if self._reused is not None:
+            return self._reused.loss(self, compute_loss, model, inputs)
+        return compute_loss(model, inputs)
+
+    @property
+    def _num_micro_batches(self) -> int:
+        """Micro-batches that are scored together."""
+        num: int = self.args.steps_per_generation if self._waves is None else self._waves.num_micro_batches
+        return num
+
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = partial(self._score_batch, self._generate_and_score_completions)
-        before, steps = self._buffered_inputs, self.args.steps_per_generation
-        if self._waves is not None:
-            steps = self._waves.num_micro_batches
+        before, steps = self._buffered_inputs, self._num_micro_batches
         with (
             self._train_clock.paused(),
             replaced(self, "_generate_and_score_completions", batch),
