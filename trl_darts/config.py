@@ -88,7 +88,8 @@ TRAINING_CONFLICTS = (
              "Leave them out, or change that."),
     Conflict("generation_kwargs",
              lambda s: not s.use_vllm and s.schedule != "grpo" and not ENDS.isdisjoint(s.generation_kwargs),
-             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's are used",
+             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: a completion is "
+             "complete at an end-of-sequence token of the model",
              "Set them in its `generation_config`, set `schedule='grpo'`, or use vLLM with `stop`."),
     Conflict("vllm_structured_outputs_regex generation_kwargs", lambda s: s.keeps_tokens and s.not_carried,
              "does not run with {schedule}, which continues completions in new requests: it would start again there",
