@@ -200,7 +200,7 @@ class Audit:
         run, future = self._open(scheduler, *args)
 
         def taken(group_ids: Sequence[int], now: float) -> RolloutResult:
-            texts = {group_id: self.trainer._batches.prompt_ids[group_id] for group_id in group_ids}
+            texts = {group_id: self.trainer._batches.buffer.entries[group_id].tokens for group_id in group_ids}
             result = take(group_ids, now)
             self.trained.update(group_ids)
             self.counts["resumed"] += result.num_resumed

@@ -272,7 +272,7 @@ def run(
     found: dict[str, Any] = {"per_token": per_token, "by_step": recorder.by_step()}
     audits = {name.rpartition("/")[2]: own[-1] for name, own in recorder.metrics.items() if "/audit/" in name}
     if audits:
-        found["audits"] = audits | {"warned": trainer._batches.buffer.audits.warned}
+        found["audits"] = audits | {"warned": trainer._batches.policy.audits.warned}
     return found
 
 

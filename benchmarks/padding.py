@@ -10,21 +10,21 @@ optimizer step. The three trainers alternate, with the same model, rows and seed
 - equal: all rows have the mean of these lengths, so that there is no padding to save.
 
 Stored are seconds of a step, the share of the step that our code spends on ordering, cutting and counting rows, peak
-memory of a step above what was there before it, tokens computed over tokens there are, and by how much the gradient
-differs from TRL's, relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't
-resolve a cost of 1 %. The share can: it is measured inside each step, and with equal lengths nothing else differs.
-Without a GPU, seconds are CPU time of this process, without that of other programs.
+memory of its passes above what was there before them, tokens computed over tokens there are, and by how much the
+gradient differs from TRL's, relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio
+can't resolve a cost of 1 %. The share can: it is measured inside each step, and with equal lengths nothing else
+differs. Without a GPU, seconds are CPU time of this process, without that of other programs.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,31 @@ from benchmarks import parts
 from benchmarks.harness import Benchmark, Shared, alternate, main
 from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from trl_darts.training.reused_logprobs import ReusedLogprobs
 
 
 NUM_ROWS, BATCH_SIZE, NUM_GENERATIONS = 256, 4, 8
 PROMPT_TOKENS = 8
 MEDIAN, SPREAD = 2748.0, 0.885  # of LLaMA-3.1-8B on DeepScaleR
-ARMS = ("TRL", "trim_padding=False", "trim_padding=True")
+ON_GPU = torch.cuda.is_available()
+LARGEST_GRADIENT = 2**20  # numbers of a parameter's gradient that are compared
+ARMS: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    "trim_padding=False": {"trim_padding": False},
+    "trim_padding=True": {"share_prompts": False},
+}
 
 
 class Given:
-    """Replaces generation by completions of given lengths."""
+    """Replaces generation by completions of given lengths, with log-probs that are nearly those of a random model."""
 
     lengths: np.ndarray
+    model: Any
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        rng = np.random.default_rng(0)
-        return [[*rng.integers(3, 90, length - 1).tolist(), EOS_ID] for length in self.lengths], None
+        rng, logp = np.random.default_rng(0), -math.log(self.model.config.vocab_size)
+        rows = [[*rng.integers(3, 90, length - 1).tolist(), EOS_ID] for length in self.lengths]
+        return rows, [rng.normal(logp, 0.1, len(row)).tolist() for row in rows]
 
 
 class TheirTrainer(Given, GRPOTrainer):
@@ -82,24 +91,36 @@ class OurTrainer(DARTSGRPOTrainer, TheirTrainer):
 
 
 def seconds() -> float:
-    """Returns the time. On a GPU, copying the gradient waits for the kernels before."""
-    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
+    """Returns the time, on a GPU after the kernels that were launched before."""
+    if not ON_GPU:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Step(TrainerCallback):
-    """Records the gradient and the seconds of an optimizer step."""
+    """
+    Records the gradient and the seconds of an optimizer step, and by how many MiB its passes exceed the memory before.
+    """
 
     gradient: torch.Tensor
     seconds: float
+    memory: float
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.memory = -reset_peak()
         self.seconds = -seconds()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.seconds += seconds()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.gradient = torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
+        self.seconds += seconds()
+        # Before the optimizer's first step, which allocates its state.
+        self.memory += peak()
+        own = [p.grad.flatten()[:LARGEST_GRADIENT] for p in model.parameters() if p.grad is not None]
+        self.gradient = torch.cat([part.float().cpu() for part in own])
+        self.seconds -= seconds()
 
 
 def tail(scale: float) -> np.ndarray:
@@ -125,19 +146,18 @@ def describe(lengths: np.ndarray) -> str:
     return f"{len(lengths)} rows by {BATCH_SIZE}, mean {lengths.mean():.0f} tokens, longest {lengths.max()}"
 
 
-@contextmanager
-def peak_memory(found: list[float]) -> Iterator[None]:
-    """Appends the MiB by which the peak inside this context exceeds the memory before."""
-    if torch.cuda.is_available():
+def reset_peak() -> float:
+    """Has the peak of memory begin here. Returns the memory in MiB."""
+    if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield
-        found.append((torch.cuda.max_memory_allocated() - before) / 2**20)
-        return
+        return torch.cuda.memory_allocated() / 2**20
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
-    before = _status("VmRSS")
-    yield
-    found.append((_status("VmHWM") - before) / 2**10)
+    return _status("VmRSS") / 2**10
+
+
+def peak() -> float:
+    """Returns the peak of memory in MiB."""
+    return torch.cuda.max_memory_allocated() / 2**20 if ON_GPU else _status("VmHWM") / 2**10
 
 
 def _status(name: str) -> int:
@@ -146,9 +166,19 @@ def _status(name: str) -> int:
 
 
 def step(
-    arm: str, model: PreTrainedModel, lengths: np.ndarray, out: str, data: Dataset | None = None, **fields: Any
+    model: PreTrainedModel,
+    lengths: np.ndarray,
+    out: str,
+    is_ours: bool,
+    data: Dataset | None = None,
+    corrects: bool = False,
+    reuses: bool = False,
+    **fields: Any,
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Runs one optimizer step. Returns its costs and its gradient."""
+    """
+    Runs one optimizer step. Returns its costs and its gradient. With `corrects`, the loss is corrected for the
+    sampling log-probs, as with vLLM, with `reuses` by the log-probs of the training pass.
+    """
     settings = {
         "output_dir": out,
         "per_device_train_batch_size": BATCH_SIZE,
@@ -160,22 +190,24 @@ def step(
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": torch.cuda.is_available(),
-        "gradient_checkpointing": torch.cuda.is_available(),
+        "use_cpu": not ON_GPU,
+        "bf16": ON_GPU,
+        "gradient_checkpointing": ON_GPU,
         **fields,
     }
-    if arm == "TRL":
-        cls, args = TheirTrainer, GRPOConfig(**settings)
+    if is_ours:
+        cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo")
     else:
-        cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo", trim_padding=arm.endswith("True"))
+        cls, args = TheirTrainer, GRPOConfig(**settings)
     if data is None:
         data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
     measured = Step()
     trainer = cls(model, reward, args, data, processing_class=make_tokenizer(), callbacks=[measured])
-    trainer.lengths = lengths
-    memory: list[float] = []
-    with peak_memory(memory), open(os.devnull, "w") as nowhere:
+    trainer.lengths, trainer.use_vllm = lengths, corrects
+    if isinstance(trainer, OurTrainer):
+        trainer.args.reuse_logprobs = reuses  # after `use_vllm`, without which there is nothing to reuse
+        trainer._reused = ReusedLogprobs.of(trainer)
+    with open(os.devnull, "w") as nowhere:
         stdout, sys.stdout = sys.stdout, nowhere  # hides the logs that transformers prints
         try:
             trainer.train()
@@ -183,7 +215,7 @@ def step(
             sys.stdout = stdout
     log = trainer.state.log_history[0]
     ratio = log.get("darts/train/padding_ratio", math.nan)
-    cost = {"seconds": measured.seconds, "memory": memory[0], "padding": ratio}
+    cost = {"seconds": measured.seconds, "memory": measured.memory, "padding": ratio}
     return cost | {"share": trainer.ours / measured.seconds}, measured.gradient
 
 
@@ -194,7 +226,7 @@ def run(
     own = tail(scale)[:rows]
     own = own if lengths == "tail" else np.full(rows, round(own.mean()))
     make_model = partial(random_model, hidden_size, num_layers)
-    found = compare(lambda arm, out: step(arm, make_model(), own, out), ARMS, repeats)
+    found = compare(lambda arm, out: step(make_model(), own, out, arm != "TRL", **ARMS[arm]), ARMS, repeats)
     return {"rows": describe(own), "hidden_size": hidden_size, "num_layers": num_layers, **found}
 
 
@@ -205,6 +237,7 @@ def compare(
     gradients: dict[str, torch.Tensor] = {}
 
     def measured(arm: str) -> dict[str, float]:
+        gc.collect()  # a trainer refers to itself, and keeps its model's memory
         with tempfile.TemporaryDirectory() as out:
             cost, gradients[arm] = step_of(arm, out)
         return cost

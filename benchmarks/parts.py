@@ -91,6 +91,35 @@ def peers(results: Path) -> str:
     return section("Beside TRL's AsyncGRPO", text, *made, parts)
 
 
+WAVES: cells.Columns = {
+    "step (s)": (lambda own, base: own["seconds"], cells.mean),
+    "÷ the longer of rollout and passes": (
+        lambda own, base: own["seconds"] / max(base["rollout"], base["passes"]),
+        cells.ratio,
+    ),
+    "times as fast": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
+    "kept ÷ pool": (lambda own, base: own["kept_over_pool"], cells.mean),
+}
+
+
+def waves(results: Path) -> str:
+    """Steps whose training runs beside their rollout."""
+    lines = last(results, "waves", "share", "seed", "arm")
+    if not lines:
+        return ""
+    runs = list(lines.values())
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    text = f"""
+        `python -m benchmarks.waves`: `stream_training` on a real server at [a GPU's pace](#how-it-was-run), where
+        passes take a share of the seconds of GRPO's rollout {origin(lines)}. Rollout and passes are those of *grpo*,
+        which has one after the other; *ahead* is `rollout_ahead=1`, whose rows are a step old."""
+    blocks = []
+    for share in sorted({run["share"] for run in runs}):
+        own = [run for run in runs if run["share"] == share]
+        blocks.append(cells.compare(f"passes {share:g} of a rollout (seeds)", {"": own}, WAVES, arms, "grpo"))
+    return section("Training while the tail decodes", text, *blocks)
+
+
 def gpu(results: Path) -> str:
     """Of the last runs: each row's rollouts, on the server and in virtual time, and each arm's steps."""
     lines = last(results, "gpu", "size", "part", "arm")
@@ -162,24 +191,37 @@ def padding(results: Path) -> str:
 
 
 def step(results: Path) -> str:
-    lines = last(results, "step", "prompt")
+    lines = last(results, "step", "size", "correction", "checkpointing", "prompt")
     if not lines:
         return ""
-    rows = []
-    for (prompt,), line in sorted(lines.items()):
-        theirs, trimmed = ([run["seconds"] for run in line["runs"][arm]] for arm in ("TRL", "trimmed"))
-        for arm, runs in line["runs"].items():
-            own, there = [run["seconds"] for run in runs], statistics.median(run["padding"] for run in runs)
-            speeds = [cells.ratio(quotients(other, own)) for other in (theirs, trimmed)]
-            rows.append([f"{prompt} tokens: {arm}", median(own), *speeds, f"{there:.2f}".replace("nan", "–")])
-    worst = max(apart for line in lines.values() for apart in line["gradient"].values())
-    first = next(iter(lines.values()))
+    settings = dict.fromkeys(key[:3] for key in lines)
+    blocks = [_step_table(*own, {key[3]: line for key, line in lines.items() if key[:3] == own}) for own in settings]
     text = f"""
         `python -m benchmarks.step`: as above, with a prompt of its own for each group of 8 rows, and micro-batches of
-        a group. {first["rows"].replace(" by 4", "")}. *Computed* are tokens through the model over tokens there are.
-        Gradients differ from TRL's by at most {worst:.0e} of their norm {origin(lines)}."""
-    header = ["prompt: rows", "s per step", "speed-up over TRL's", "over trimmed", "computed"]
-    return section("Shared prompts", text, cells.table(header, rows))
+        a group. *Computed* are tokens through the model over tokens there are, *memory* is the peak of the passes
+        above what was there before them {origin(lines)}."""
+    return section("Shared prompts", text, *blocks)
+
+
+def _step_table(size: str, correction: str, checkpointing: str, lines: Mapping[int, Line]) -> str:
+    rows = []
+    for prompt, line in sorted(lines.items()):
+        theirs = [run["seconds"] for run in line["runs"]["TRL"]]
+        for arm, runs in line["runs"].items():
+            own, there, memory = ([run[name] for run in runs] for name in ("seconds", "padding", "memory"))
+            computed = f"{statistics.median(there):.2f}".replace("nan", "–")
+            mib = f"{statistics.median(memory):,.0f}"
+            rows.append([f"{prompt} tokens: {arm}", median(own), cells.ratio(quotients(theirs, own)), computed, mib])
+    line = next(iter(lines.values()))
+    worst = np.nanmax([apart for line in lines.values() for apart in line["gradient"].values()])
+    text = textwrap.fill(
+        f"**Model {size}, correction for sampling log-probs {correction}, gradient checkpointing {checkpointing}.** "
+        f"{line['rows'].replace(' by 4', '')}. Gradients differ from TRL's by at most {worst:.0e} of their norm. "
+        f"{line['machine']['device']}.",
+        119,
+    )
+    header = ["prompt: rows", "s per step", "speed-up over TRL's", "computed", "memory (MiB)"]
+    return f"{text}\n\n{cells.table(header, rows)}"
 
 
 def schedules(results: Path) -> str:

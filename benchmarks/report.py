@@ -21,6 +21,7 @@ from benchmarks.lines import RESULTS, ROOT, read
 PAGE = ROOT / "benchmarks" / "REPORT.md"
 PARTS: tuple[Callable[[Path], str], ...] = (
     parts.peers,
+    parts.waves,
     parts.gpu,
     parts.padding,
     parts.step,

@@ -146,14 +146,14 @@ def record_rollouts(trainer: Any) -> list[Any]:
 def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
     """Collects the ages of the tokens of buffered batches: runs of age and count for each row."""
     ages, source = [], trainer._sources[0]
-    next_inputs = source.next_inputs
+    next_batch = source.next
 
     def recorded(inputs: Any) -> Any:
-        inputs = next_inputs(inputs)
+        batch = next_batch(inputs)
         ages.append(trainer._batches.last.ages)
-        return inputs
+        return batch
 
-    source.next_inputs = recorded
+    source.next = recorded
     return ages
 
 

@@ -13,6 +13,7 @@ from benchmarks.models import EOS_ID
 from tests.trl_parity import common
 from tests.zoo import make_chat_tokenizer, random_model, save, text_config
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.training.reused_logprobs import ReusedLogprobs
 
 
 LIMIT = 40  # tokens
@@ -25,7 +26,7 @@ class GivenCompletions(DARTSGRPOTrainer):
     fillers: frozenset[int] = frozenset()
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **kwargs: Any) -> Any:
-        self._source.fillers = self.fillers
+        self._batch.fillers = self.fillers
         rng = np.random.default_rng(1000 * self.state.global_step + self.accelerator.process_index)
         lengths = np.minimum(np.ceil(np.exp(rng.normal(1.5, 1.0, len(prompt_ids)))).astype(int), LIMIT)
         rows = [rng.integers(5, 60, length).tolist() for length in lengths]
@@ -39,11 +40,17 @@ def rows_of_prompts(num_prompts: int = 16, least: int = 1) -> Dataset:
 
 
 def trained(
-    model_dir: Path, out: Path, trims: bool, sampler: bool = False, fillers: tuple[int, ...] = (), **settings: Any
+    model_dir: Path,
+    out: Path,
+    trims: bool,
+    sampler: bool = False,
+    reuses: bool | None = False,
+    fillers: tuple[int, ...] = (),
+    **settings: Any,
 ) -> tuple[Any, Any]:
     """
-    Returns a trainer after two steps, and its parameters before. With `sampler`, log-probs are corrected like vLLM's.
-    `fillers` are filler rows of a dropped group.
+    Returns a trainer after two steps, and its parameters before. With `sampler`, log-probs are corrected like vLLM's,
+    with `reuses` as `reuse_logprobs`. `fillers` are filler rows of a dropped group.
     """
     more = {name: settings.pop(name) for name in ARGUMENTS if name in settings}
     fields = {
@@ -62,6 +69,8 @@ def trained(
     args = common.make_args(out, **fields)
     trainer = GivenCompletions(str(model_dir), reward_funcs=common.variety, args=args, **more)
     trainer.use_vllm, trainer.fillers = sampler, frozenset(fillers)
+    args.reuse_logprobs = reuses  # after `use_vllm`, without which there is nothing to reuse
+    trainer._reused = ReusedLogprobs.of(trainer)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     return trainer, before

@@ -13,10 +13,10 @@ from docs.hooks.docstrings import to_markdown
 from docs.hooks.links import on_page_markdown
 from docs.hooks.settings_table import PAGE, settings_page, table_row
 from trl_darts import DARTSGRPOConfig
-from trl_darts.buffer.batches import BufferedRows
 from trl_darts.policy.audit import AuditedGroup, Audits
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
 from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, buffer_metrics, rollout_metrics
+from trl_darts.training.rows import BufferedRows
 
 
 ROOT = Path(__file__).resolve().parents[1]

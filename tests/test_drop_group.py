@@ -6,6 +6,7 @@ from trl import GRPOTrainer
 
 from tests.builders import letter_of, letters_dataset, make_trainer, record_batches, rollout_logs
 from tests.test_trainer_server import server_args
+from trl_darts.buffer.batch import Batch
 from trl_darts.engines import vllm_rollout
 from trl_darts.errors import GenerationError
 
@@ -113,7 +114,7 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch)
 
         @property
         def seconds(self):
-            is_over = self.limit_s == TIMEOUT_S and all(ledgers[0].groups[i].settled for i in (0, 2))
+            is_over = self.limit_s == TIMEOUT_S and all(ledgers[0].groups[i].has_rows for i in (0, 2))
             return TIMEOUT_S + 1 if is_over else 0.0
 
     def run(scheduler, *args, **kwargs):
@@ -156,7 +157,7 @@ def test_filler_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", tool_call_loop)
     trainer = make_trainer(model_dir, server_args(tmp_path, server))
-    trainer._source.fillers = frozenset([1])
+    trainer._batch = Batch(fillers=frozenset([1]))
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     trainer._tool_call_loop(["p"] * 3, [[5]] * 3, [[6]] * 3, [[dict(call)] for _ in range(3)], None, None, {})
     assert ["tool_calls" in message for message in seen] == [True, False, True]

@@ -226,14 +226,14 @@ def test_rollouts_are_counted(model_dir, tmp_path, fields):
     own = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 4}
     trainer = build(model_dir, tmp_path, data=letters_dataset(12), max_steps=6, save_strategy="no", **own, **fields)
     source, numbers = trainer._sources[0], []
-    next_inputs = source.next_inputs
+    next_batch = source.next
 
     def counted(inputs: Any) -> Any:
         left = trainer._loop.num_batches(trainer.state.max_steps) - source.number
         numbers.append((source.number, left))
-        return next_inputs(inputs)
+        return next_batch(inputs)
 
-    source.next_inputs = counted
+    source.next = counted
     trainer.train()
     assert numbers == [(number, 9 - number) for number in range(9)]
 

@@ -12,6 +12,7 @@ import torch
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.buffer.batch import logger
 from trl_darts.buffer.buffer import BufferEntry, SampledCandidate
 from trl_darts.buffer.scores import GroupScores
 from trl_darts.scheduling import PartialCandidate, PromptInfo
@@ -154,6 +155,7 @@ class Inserts(DARTSGRPOTrainer):
 @pytest.mark.parametrize("name", ["deferral", "dynamic", "loader"])
 def test_rows_are_trained_on_with_the_prompts_that_were_decoded(model_dir, tmp_path, caplog, name):
     decoded: set[tuple[int, ...]] = set()
+    type(logger).warning_once.cache_clear()
 
     def watch(prompt_ids: list[int], index: int) -> list[int]:
         decoded.add(tuple(prompt_ids))

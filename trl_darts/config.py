@@ -25,7 +25,7 @@ from .scheduling.rules import (
     setting,
     unmarked,
 )
-from .scheduling.schedule_fields import ScheduleFields
+from .scheduling.schedule_fields import PLAIN, ScheduleFields
 from .scheduling.settings import Facts
 
 
@@ -65,6 +65,7 @@ TRL_FIELDS = GRPOConfig.__annotations__.keys() | TRL_RULES.keys() | {"max_steps"
 TRL_FIELDS -= {"scale_rewards"}  # may be a bool too, and has choices
 BATCH_ERROR = "must be divisible by num_generations"  # TRL's error does not say how the batch size was computed
 
+PER_GROUP = "sum_then_normalize"
 NUMBERS = ("n", "num_return_sequences")
 ENDS = {"stop_strings", "eos_token_id"}
 
@@ -113,6 +114,27 @@ TRAINING_CONFLICTS = (
              "does not run with {drop_uniform_groups}: which groups are trained on is only known once rewards are"),
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
              "does not run with {rollout_ahead}: the model trains while candidates decode"),
+    # Waves
+    Conflict("stream_training", lambda s: not s.uses_servers,
+             "only has an effect with vLLM servers: an in-process engine leaves no time for it",
+             "Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."),
+    Conflict("stream_training",
+             lambda s: s.steps_per_generation != s.gradient_accumulation_steps or s.num_iterations > 1,
+             "needs one optimizer step per batch: {steps_per_generation} must be {gradient_accumulation_steps}, and "
+             "{num_iterations} must be 1"),
+    Conflict("stream_training", lambda s: s.schedule not in PLAIN or s.rollout_ahead,
+             "does not run with {schedule} and {rollout_ahead}: a batch is trained on while it decodes"),
+    Conflict("stream_training", lambda s: s.drop_uniform_groups or s.defer_unsettled_groups or s.audit_share,
+             "does not run with {drop_uniform_groups}, {defer_unsettled_groups} and {audit_share}: other groups would "
+             "take the place of some that were trained on"),
+    Conflict("stream_training", lambda s: s.stream_logprobs or s.stream_rewards,
+             "replaces `stream_logprobs` and `stream_rewards`: each group is scored once it has finished"),
+    Conflict("stream_training", lambda s: s.tail_urls, "does not run with {vllm_tail_server_url}"),
+    Conflict("stream_training", lambda s: s.loss_type == "bnpo",
+             "does not run with {loss_type}, which divides a micro-batch by its own tokens"),
+    Conflict("stream_training", lambda s: s.scale_rewards == "batch" or s.multi_objective_aggregation != PER_GROUP,
+             "does not run with {scale_rewards} and {multi_objective_aggregation}, which compare rewards over the "
+             "whole batch"),
     # Tokens of older policies
     Conflict("mask_stale_after", lambda s: s.max_staleness is not None and s.mask_stale_after >= s.max_staleness,
              "has no effect with {max_staleness}: no token is older"),
@@ -197,6 +219,14 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "function.",
     )
 
+    stream_training: bool = setting(
+        False,
+        "Whether the groups of a batch are trained on as they finish, while others decode, with one optimizer step at "
+        "the end. The gradient is that of the whole batch up to rounding, and on-policy. Reward functions are called "
+        "for some groups at a time. Only with vLLM servers, one optimizer step per batch "
+        "(`gradient_accumulation_steps` micro-batches of several groups), and text.",
+    )
+
     # Training
     trim_padding: bool = setting(
         True,
@@ -210,6 +240,13 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "Whether the rows of a group pass through the model as one row, with one copy of their prompt. The gradient "
         "is the same up to rounding. If it is unset, rows share prompts where the model and `trim_padding` allow it "
         "and it costs less; `True` raises an error elsewhere.",
+    )
+    reuse_logprobs: bool | None = setting(
+        None,
+        "Whether the correction for vLLM's log-probs takes those of the policy from the training pass, instead of a "
+        "forward pass before it. The gradient is the same up to rounding if the policy does not change in between. If "
+        "it is unset, they are reused where each batch is trained on in one optimizer step, and passes of the model "
+        "have no dropout; `True` raises an error elsewhere.",
     )
 
     # Logging
@@ -251,7 +288,19 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         if not self.uses_servers:
             name = "vllm_mode" if self.use_vllm else "use_vllm"
             return f"`{name}` ({getattr(self, name)!r}), an engine in the trainer's own process"
+        if self.stream_training:
+            return "`stream_training` (True), which trains on a group before the others have finished"
         return "`stream_logprobs` (True)" if self.stream_logprobs else None
+
+    @property
+    def buffers_prompts(self) -> bool:
+        return super().buffers_prompts or self.stream_training
+
+    @property
+    def own_prompts(self) -> str:
+        if self.stream_training:
+            return "`stream_training` (True) takes the groups of a batch one by one, and does not run"
+        return super().own_prompts
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields, including computed ones. A config created from them treats all of them as set."""

@@ -12,11 +12,13 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
+from .buffer.batch import Batch, Prompts
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import Rollouts, known_columns
 from .buffer.feed import PromptFeed
 from .buffer.loop import LoopPosition
-from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
+from .buffer.make import make_batches, make_feed, make_sources
+from .buffer.sources import Launched, R, RolloutSource, TRLSource
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import (
     check_arguments,
@@ -47,8 +49,10 @@ from .telemetry.stopwatch import Stopwatch
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
+from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
+from .training.waves import Waves
 from .trl_compat import profiling_context, replaced
 from .weights.canary import Canary
 
@@ -106,6 +110,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # Class-level: TRL's own tests build trainers without __init__.
     _sources: tuple[TRLSource, TRLSource] = (TRLSource(), TRLSource())  # of training, of evaluation
     _batches: BufferedBatches | None = None  # set if the schedule trains on other batches than the loader's
+    _batch = Batch()  # that TRL scores
     _streams = Streams()
     _in_tool_loop = False
     _sampler: Any = None  # of the training data
@@ -114,6 +119,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _batch_in_use = -1  # index of the batch that TRL has buffered
     _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
+    _reused: ReusedLogprobs | None = None
+    _waves: Waves | None = None  # set if a batch is trained on while it decodes
     _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -162,6 +169,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
+        self._reused, self._waves = ReusedLogprobs.of(self), Waves.of(self)
         self._loop = LoopPosition(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
         self._feed = make_feed(self)
         self._batches = make_batches(self, self._feed)
@@ -203,9 +211,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         prompts = Prompts(prompt_ids, num_generations, images, multimodal_fields)
         if self._in_tool_loop:
             rows = self._source.later_turn(prompts)
-        else:
+        elif (rows := self._batch.completions(prompt_ids)) is None:
             with self._score_clock.paused():
-                rows = self._source.completions(prompts)
+                rows = self._source.sample(prompts)
+            self._batch.fillers = frozenset() if rows is None else rows.fillers
         if rows is None:
             turn = super()._generate_single_turn
             return turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -269,13 +278,23 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ) -> dict[str, Any]:
         """Has `score`, TRL's `_generate_and_score_completions` or a subclass's around it, score the next batch."""
         source = self._source
+        if self._reused is not None and self.model.training:
+            score = partial(self._reused.score, self, score)
         with self._streams.serving(source.input_of(inputs)) as streamed:
-            inputs = source.next_inputs(inputs)
+            batch = source.next(inputs)
             # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
             asked = partial(self._rewards_of_batch, self._calculate_rewards)
-            with self._score_clock.running(), replaced(self, "_calculate_rewards", asked):
-                output = score(inputs, *args, **kwargs)
-        metrics = {**streamed, **source.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
+            with (
+                self._score_clock.running(),
+                replaced(self, "_batch", batch),
+                replaced(self, "_calculate_rewards", asked),
+            ):
+                output = score(batch.inputs, *args, **kwargs)
+        metrics = {**streamed, **batch.mask(output, self.accelerator)}
+        if self._waves is not None and source.trains:
+            self._waves.count(output, self._waves.is_first(self._step))
+        if self._waves is None or self._waves.is_last(self._step):
+            metrics["darts/score/seconds"] = self._score_clock.pop()
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
         return output
@@ -290,18 +309,18 @@ class DARTSGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> Any:
         first = self.accelerator.process_index * len(prompts)
-        for row in self._source.fillers.intersection(range(first, first + len(prompts))):
+        for row in self._batch.fillers.intersection(range(first, first + len(prompts))):
             completions[row - first][0].pop("tool_calls", None)  # the server rejected the filler rows' prompts
         with replaced(self, "_in_tool_loop", True):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        source = self._source
+        serve, score = self._batch.rewards, partial(self._score_rows, None, *args, **kwargs)
         with replaced(self, "_calculate_rewards", calculate):
-            rewards = source.rewards(self._score_rows, *args, **kwargs)
-        if source.trains:
+            rewards = score() if serve is None else serve()
+        if self._source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
-        return forget_filler_rewards(rewards, source.fillers)
+        return forget_filler_rewards(rewards, self._batch.fillers)
 
     def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
@@ -315,10 +334,26 @@ class DARTSGRPOTrainer(GRPOTrainer):
             compute = partial(self._trimming.per_token_logps, compute)
         return self._streams.per_token_logps(self, compute, model, *args, **kwargs)
 
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        compute_loss = super()._compute_loss
+        if self._reused is not None:
+            return self._reused.loss(self, compute_loss, model, inputs)
+        return compute_loss(model, inputs)
+
+    @property
+    def _num_micro_batches(self) -> int:
+        """Micro-batches that are scored together."""
+        num: int = self.args.steps_per_generation if self._waves is None else self._waves.num_micro_batches
+        return num
+
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = partial(self._score_batch, self._generate_and_score_completions)
-        before = self._buffered_inputs
-        with self._train_clock.paused(), replaced(self, "_generate_and_score_completions", batch):
+        before, steps = self._buffered_inputs, self._num_micro_batches
+        with (
+            self._train_clock.paused(),
+            replaced(self, "_generate_and_score_completions", batch),
+            replaced(self.args, "steps_per_generation", steps),
+        ):
             inputs = super()._prepare_inputs(*args, **kwargs)
             if not self.model.training:
                 return inputs
@@ -328,11 +363,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._trimming is not None:
                 self._buffered_inputs = self._trimming.micro_batches(self._buffered_inputs)
             self._log_all(padding_metrics(self._buffered_inputs, self.accelerator, self._trimming))
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return self._buffered_inputs[self._step % steps]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._train_clock.running():
             loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self._waves is not None:
+            loss = self._waves.finish(self.model, loss, self.accelerator.sync_gradients)
         self._loop.advance(ends_step=self.accelerator.sync_gradients)
         if self.accelerator.sync_gradients:
             self._log_all({"darts/train/seconds": self._train_clock.pop()})

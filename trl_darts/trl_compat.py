@@ -49,6 +49,7 @@ HOOKS = {
             *("rollout_func", "environment_factory"),
         ),
         "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+        "_compute_loss": ("model", "inputs"),
         "_generate": ("prompts",),
         "_generate_and_score_completions": ("inputs",),
         "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),

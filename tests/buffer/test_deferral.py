@@ -97,14 +97,14 @@ def test_not_starved(model_dir, tmp_path):
     trainer = deferring_trainer(model_dir, tmp_path, max_steps=40)
     waits: list[int] = []
     source = trainer._sources[0]
-    next_inputs = source.next_inputs
+    next_batch = source.next
 
     def recorded(inputs):
-        rows = next_inputs(inputs)
+        batch = next_batch(inputs)
         waits.extend(entry.num_deferrals for entry in trainer._batches.buffer.entries.values())
-        return rows
+        return batch
 
-    source.next_inputs = recorded
+    source.next = recorded
     trainer.train()
     assert 0 < max(waits) <= MAX_DEFERRALS + 1
 

@@ -207,6 +207,7 @@ PRUNED = {"target_redundancy": 2.0}
 OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96}
 AHEAD = partial(train, rollout_ahead=1, **OWN_BATCHES)
 CONTINUOUS = partial(train, rollout_ahead="continuous", **OWN_BATCHES)
+WAVES = partial(train, stream_training=True, gradient_accumulation_steps=2, learning_rate=1e-4, **OWN_BATCHES)
 STREAMED = {
     "engine": SERVER,
     "learning_rate": 3e-3,
@@ -238,6 +239,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "interrupted": interrupted,
         "ahead": AHEAD,
         "continuous": CONTINUOUS,
+        "waves": WAVES,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "deferred": partial(
             train,
@@ -266,6 +268,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,
         "continuous": CONTINUOUS,
+        "waves": WAVES,
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
@@ -287,6 +290,7 @@ NEED_A_SERVER = {
     "tools",
     "ahead",
     "continuous",
+    "waves",
 }
 NEED_A_SERVER |= {"uniform groups", "deferred", "interrupted"}
 

@@ -3,6 +3,7 @@ Two real processes under each way to launch them: one decides, both agree, and r
 a group straddles them. Each backend is launched once, see `scenarios.py`.
 """
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -146,6 +147,25 @@ def test_batches_that_are_not_the_loaders(launches, backend, scenario):
     assert all(
         len(counts) == 9 for counts in epochs[: num_steps // 3]
     )  # of 10 prompts, 9 fill three batches; none came twice
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_waves_are_of_whole_groups(launches, backend):
+    """Two waves of three groups each, of which one is on both processes, make a batch."""
+    ranks = launches(backend, "waves")
+    waves = [rows_of(ranks, step) for step in range(len(ranks[0]["rows"]))]
+    assert len(waves) == 6
+    for rows in waves:
+        for start in range(0, 12, 4):
+            group = rows[start : start + 4]
+            assert len({prompt for prompt, _, _, _ in group}) == 1
+            assert all(prompt[-1] == letter for prompt, letter, _, _ in group)
+            lengths = [length for _, _, length, _ in group]
+            assert [row[3] for row in group] == pytest.approx(np.subtract(lengths, np.mean(lengths)), abs=1e-3)
+    for first, second in zip(waves[::2], waves[1::2], strict=True):
+        assert len({prompt for prompt, _, _, _ in first + second}) == 6
+    assert all(0 < float(line["grad_norm"]) < math.inf for line in ranks[0]["log"] if "grad_norm" in line)
 
 
 @pytest.mark.vllm

@@ -134,7 +134,7 @@ class Stub:
         assert due & set(groups) <= set(chosen) or len(due) > rule.num_groups
         others = [i for i in takeable if i not in due]
         assert others[: len(set(chosen) - due)] == sorted(set(chosen) - due), "in_order"
-        self.execute(self.scheduler.settle(chosen, 0.0))
+        self.execute(self.scheduler.select(chosen, 0.0))
         assert self.scheduler.has_ended(chosen)
         return self.scheduler.take(chosen, 0.0).groups
 
@@ -199,7 +199,7 @@ def test_auto_keeps_the_long_end_decoding_until_the_batch_is_taken():
         stub.report(request, FinishReason.STOP)
     assert rule.choose(stub.scheduler) == [0]
     assert 2 in stub.requests  # its third candidate
-    stub.execute(stub.scheduler.settle([0], 0.0))
+    stub.execute(stub.scheduler.select([0], 0.0))
     assert 2 not in stub.requests
     (group,) = stub.scheduler.take([0], 0.0).groups
     assert group.selected == [0, 1]
@@ -244,7 +244,7 @@ def test_nothing_grows_with_the_groups_that_were_taken():
         stub.execute(stub.scheduler.add([GroupPlan(group_id, M)], 0.0))
         stub.take(FreshGroups(1, -1), 0)
     scheduler = stub.scheduler
-    kept = [scheduler.policies.placement._homes, scheduler._waiting, scheduler._ready, scheduler._settled]
+    kept = [scheduler.policies.placement._homes, scheduler._waiting, scheduler._ready, scheduler._selected]
     assert [len(each) for each in [*kept, scheduler._dropped, scheduler.ledger.groups]] == [0] * 6
 
 

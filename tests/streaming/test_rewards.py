@@ -14,7 +14,7 @@ from tests.builders import make_args, make_trainer
 from tests.waits import wait_for
 from trl_darts.scheduling import Candidate, GroupPlan
 from trl_darts.scheduling.ledger import Ledger
-from trl_darts.streaming.reward_stream import RewardStream, SettledRows
+from trl_darts.streaming.reward_stream import FinalRows, RewardStream
 from trl_darts.streaming.streams import Streams
 
 
@@ -83,7 +83,7 @@ def streaming(*functions, timeout_s=20.0, trainer=None, inputs=None):
 
 
 def submit(stream, rows, completion_ids):
-    stream.submit(SettledRows(rows, completion_ids))
+    stream.submit(FinalRows(rows, completion_ids))
 
 
 def serve(stream, completion_ids):

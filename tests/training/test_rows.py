@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.buffer.batches import BufferedRows
-from trl_darts.training.rows import KeptRows, forget_stale_logprobs, mask_stale
+from trl_darts.training.rows import BufferedRows, KeptRows, forget_stale_logprobs, mask_stale
 
 
 AGES = [[(3, 2), (1, 1), (0, 2)], [(0, 4)]]  # (age, number of tokens)

@@ -69,6 +69,13 @@ def test_gradient_checkpointing_and_eager_attention(lm, tmp_path, forwards):
     assert len(forwards) > 4
 
 
+def test_mixed_precision(lm, tmp_path, forwards):
+    """In 16 bits over weights of 32, log-probs differ by rounding. The probe must not take that for another mask."""
+    trainer, _ = trained(lm, tmp_path, True, share_prompts=True, bf16=True, max_steps=1, **LONG)
+    assert trainer._trimming.shared.is_mixed
+    assert len(forwards) > 1
+
+
 @pytest.mark.parametrize("fault", ["a mask without segments", "positions that go on", "a label further"])
 def test_the_comparison_can_fail(lm, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(SharedPrompts, "_probe", lambda self, model: True)
@@ -88,8 +95,9 @@ def test_the_comparison_can_fail(lm, tmp_path, monkeypatch, fault):
     assert difference(lm, tmp_path)[0] > 1000 * TOLERANCE
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("fault", ["mask", "positions"])
-def test_a_model_that_computes_something_else_is_found(lm, tmp_path, monkeypatch, caplog, fault):
+def test_a_model_that_computes_something_else_is_found(lm, tmp_path, caplog, fault, is_mixed):
     """As one that ignores masks of this form, or positions."""
     trainer, _ = trained(lm, tmp_path / "found", True, max_steps=1, **LONG)
     model, ignored = trainer.model, {"mask": "attention_mask", "positions": "position_ids"}[fault]
@@ -101,7 +109,7 @@ def test_a_model_that_computes_something_else_is_found(lm, tmp_path, monkeypatch
             return model(**{name: value for name, value in inputs.items() if name != ignored or value.ndim < 2})
 
     other = Other()
-    shared = SharedPrompts(1e-3)
+    shared = SharedPrompts(1e-3, is_mixed=is_mixed)
     assert not shared._probe(other)
     assert "Other computes something else if prompts are shared" in caplog.text
     with pytest.raises(ConfigurationError, match=r"`share_prompts` \(True\): Other computes something else"):

@@ -3,8 +3,8 @@ Batches that are not the loader's: prompts enter the rollout buffer, rounds deci
 that are done become the rows of TRL's next batch.
 
 ```
-loader ──▶ PromptFeed ──▶ rows, on every process                          ┌──▶ `inputs` of this process
-                └───────▶ RolloutBuffer, on the main process ──▶ rollout ──┴──▶ its completions, once TRL asks
+loader ──▶ PromptFeed ──▶ rows, on every process ─────────────────────────┐
+                └───────▶ RolloutBuffer, on the main process ──▶ rollout ──┴──▶ `Batch` of each process
 ```
 
 Each prompt is one [`BufferEntry`] on every process. Only the main process knows what has been sampled for it, and the
@@ -14,10 +14,11 @@ others get their rows of a batch.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
@@ -33,7 +34,8 @@ from ..scheduling import (
     RolloutResult,
     prompt_key,
 )
-from ..training.rows import UNKNOWN, KeptRows
+from ..training.rows import UNKNOWN, BufferedRows, KeptRows
+from .batch import Batch
 from .buffer import BufferEntry, Lifecycle, Round, SampledCandidate
 from .feed import PromptFeed, Rows
 from .loop import LoopPosition
@@ -41,21 +43,6 @@ from .round_policy import Outcome, RoundPolicy
 
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class BufferedRows(KeptRows):
-    """
-    The rows of a batch that the buffer has given to the optimizer: all of them on the main process, and on the others
-    their own. The other fields are those of the whole batch.
-    """
-
-    entry_ids: list[int] = field(default_factory=list)  # (N,), the prompt of each group
-    left: list[int] = field(default_factory=list)  # prompts that have left the buffer, dropped ones included
-    # Of each row but the filler rows: how many steps old the policy was that sampled how many tokens in a row.
-    ages: list[list[tuple[int, int]]] = field(default_factory=list)
-    states: dict[str, int] = field(default_factory=dict)  # number of prompts in the buffer, by lifecycle state
-    is_long: bool | None = None  # whether the round was a long one, with tail batching
 
 
 class BufferedBatches:
@@ -100,22 +87,17 @@ class BufferedBatches:
 
     # Prompts come in
 
-    def next_round(self, ahead: bool = False, most: float = math.inf) -> PromptBatch | None:
+    def next_round(self, most: float = math.inf) -> PromptBatch | None:
         """
         Adds the prompts that the next round needs, and decides it. Called on every process at once. Returns what has
         to be sampled, each prompt in as many rows as it yields; `None` for nothing.
-
-        A round that is decided `ahead` of its turn has all prompts of its batch, or waits for its turn: the prompts
-        that the buffer lacks at the end of a pass come with the next one. No more than `most` prompts are in the
-        buffer.
+        No more than `most` prompts are in the buffer.
         """
         while self.main.broadcast(lambda: len(self.buffer) < most and self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
             if batch is None:
                 break
             self._add(batch)
-        if ahead and len(self.buffer) < self.policy.num_groups:
-            return None
         entry_ids = self.main.broadcast(self._decide)
         return self.prompts(entry_ids) if entry_ids else None
 
@@ -239,10 +221,10 @@ class BufferedBatches:
         self._whole = rows
         return rows.shares([len(rows.completion_ids) // self.main.num_processes] * self.main.num_processes)
 
-    def finish(self, rows: BufferedRows) -> Rows:
+    def finish(self, rows: BufferedRows, max_age: int | None, serve: Callable[[], torch.Tensor] | None) -> Batch:
         """
-        Returns TRL's `inputs` for this process's rows of a batch, which leaves the buffer. Called on every process at
-        once.
+        Returns this process's rows of a batch, which leaves the buffer. `serve` returns its rewards, where groups are
+        scored by themselves. Called on every process at once.
         """
         self.last = self._whole if self.main.is_here else rows
         entries = self._taken if self.main.is_here else self.buffer.entries
@@ -250,8 +232,9 @@ class BufferedBatches:
             self.trained = {entry_id: entries[entry_id] for entry_id in rows.entry_ids}
             self._note([entry for entry_id, entry in self.trained.items() if entry_id in rows.left])
         self.buffer.remove(rows.left)
-        mine = self._mine(len(rows.completion_ids))
-        return [copy.deepcopy(entry.row) for entry in mine]  # functions may change them
+        own = [self.trained[entry_id] for entry_id in rows.entry_ids for _ in range(self.num_generations)][self.mine]
+        inputs = [copy.deepcopy(entry.row) for entry in own]  # functions may change them
+        return Batch(inputs, rows.fillers, rows, [entry.tokens for entry in own], rows.ages[self.mine], max_age, serve)
 
     def _note(self, entries: list[BufferEntry]) -> None:
         """Notes the prompts of a new batch."""
@@ -262,18 +245,11 @@ class BufferedBatches:
         """Returns the prompts of batches that don't end within the first `num_items` of the loop."""
         return [entry for end, entries in self._unfinished if end > num_items for entry in entries]
 
-    def _mine(self, num_rows: int) -> list[BufferEntry]:
-        """Returns the prompt of each of this process's rows in the last batch."""
-        rows = [self.trained[entry_id] for entry_id in self.last.entry_ids for _ in range(self.num_generations)]
-        return rows[self.main.index * num_rows : (self.main.index + 1) * num_rows]
-
-    def mine(self, num_rows: int) -> list[list[int]]:
-        """Returns the tokens of these prompts, as they were decoded."""
-        return [entry.tokens for entry in self._mine(num_rows)]
-
-    def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
-        """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""
-        return self.last.ages[self.main.index * num_rows : (self.main.index + 1) * num_rows]
+    @property
+    def mine(self) -> slice:
+        """This process's rows in the last batch, whose groups straddle processes."""
+        size = len(self.last.entry_ids) * self.num_generations // self.main.num_processes
+        return slice(self.main.index * size, (self.main.index + 1) * size)
 
 
 def _row(row: SampledCandidate) -> tuple[list[int], list[float] | None]:

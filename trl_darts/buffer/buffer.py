@@ -155,26 +155,28 @@ class RolloutBuffer:
         waiting = [entry for entry in self.select(Lifecycle.WAITING) if entry.audit_of is None]
         return [e for e in waiting if not e.num_deferrals], [e for e in waiting if e.num_deferrals]
 
-    def begin(self, plan: Round, num_generations: int, policy: AdmissionPolicy) -> tuple[Admission, list[GroupPlan]]:
+    def begin(
+        self, current: Round, num_generations: int, policy: AdmissionPolicy
+    ) -> tuple[Admission, list[GroupPlan]]:
         """
         Puts a round's entries in flight. `policy` decides how many candidates the prompts get that begin now; that
         stays with them while their tokens are kept. Returns the decision, and plans by place.
         """
-        fresh = [entry for entry in plan.entries if not entry.candidates]
+        fresh = [entry for entry in current.entries if not entry.candidates]
         decided = policy.plan([entry.prompt for entry in fresh])
-        if plan.long:
+        if current.long:
             decided = replace(decided, num_candidates=[num_generations] * len(fresh), saturated=0)
         for entry, count in zip(fresh, decided.num_candidates, strict=True):
             entry.num_candidates = count
-        for entry in plan.entries:
+        for entry in current.entries:
             entry.state = Lifecycle.IN_FLIGHT
-        prompts = [entry.prompt for entry in plan.entries]
-        counts = [entry.num_candidates for entry in plan.entries]
+        prompts = [entry.prompt for entry in current.entries]
+        counts = [entry.num_candidates for entry in current.entries]
         admission = replace(decided, num_candidates=counts, expected_lengths=policy.expected_lengths(prompts))
-        resumed = [tuple(c.partial for c in entry.candidates) for entry in plan.entries]
+        resumed = [tuple(c.partial for c in entry.candidates) for entry in current.entries]
         return admission, [replace(p, resumed=r) for p, r in zip(admission.plans(prompts), resumed, strict=True)]
 
-    def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> list[BufferEntry]:
+    def absorb(self, current: Round, result: RolloutResult | None, version: int) -> list[BufferEntry]:
         """
         Takes back what a rollout yielded that was sampled by a `version` of the policy; no result where nothing had to
         be started. Returns what was dropped.
@@ -182,22 +184,22 @@ class RolloutBuffer:
         if result is None:
             return []
         for group in [*result.groups, *result.deferred]:
-            self._take_back(plan.entries[group.plan.group_id], group, version)
-        dropped = [plan.entries[place] for place in result.dropped]
+            self._take_back(current.entries[group.plan.group_id], group, version)
+        dropped = [current.entries[place] for place in result.dropped]
         self.remove(entry.entry_id for entry in dropped)
         return dropped
 
     def take(
-        self, plan: Round, order: Callable[[BufferEntry], float], num_dropped: int = 0
+        self, current: Round, order: Callable[[BufferEntry], float], num_dropped: int = 0
     ) -> tuple[list[BufferEntry], list[BufferEntry]]:
         """
         Returns what is trained on now, which has left the buffer, and what is complete and has no room in the batch.
         Prompts that are smallest in `order` are trained on first. `num_dropped` prompts have left in the same round.
         """
         done = self.select(Lifecycle.COMPLETE)
-        must = {plan.entries[place].entry_id for place in plan.must_finish}
+        must = {current.entries[place].entry_id for place in current.must_finish}
         done.sort(key=lambda entry: (entry.entry_id not in must, order(entry), entry.entry_id))
-        num_taken = max(1, plan.num_groups - num_dropped)  # the loader counts on so many prompts leaving
+        num_taken = max(1, current.num_groups - num_dropped)  # the loader counts on so many prompts leaving
         taken = sorted(done[:num_taken], key=lambda entry: entry.entry_id)
         self.remove(entry.entry_id for entry in taken)
         return taken, done[num_taken:]

@@ -89,21 +89,21 @@ class Deferral(RoundPolicy):
         return entry
 
     def begin(
-        self, buffer: RolloutBuffer, plan: Round, num_generations: int, admission: AdmissionPolicy
+        self, buffer: RolloutBuffer, current: Round, num_generations: int, admission: AdmissionPolicy
     ) -> tuple[Admission, list[GroupPlan]]:
         self.num_rounds += 1
-        decided = super().begin(buffer, plan, num_generations, admission)
-        if not plan.long:
-            self._plan_audited(buffer, plan, admission)
+        decided = super().begin(buffer, current, num_generations, admission)
+        if not current.long:
+            self._plan_audited(buffer, current, admission)
         return decided
 
-    def judge(self, buffer: RolloutBuffer, plan: Round, is_last: bool) -> Outcome:
+    def judge(self, buffer: RolloutBuffer, current: Round, is_last: bool) -> Outcome:
         """Learns from the round, and defers its unsettled groups unless its batch `is_last`."""
-        done = [entry for entry in plan.entries if entry.score is not None]
+        done = [entry for entry in current.entries if entry.score is not None]
         own = [entry for entry in done if entry.audit_of is None]
-        if plan.long:
+        if current.long:
             self._learn_from_long(done, own)
-            second = _seconds(buffer, plan.entries)
+            second = _seconds(buffer, current.entries)
             self._audit(buffer, second)
             left, num_deferred = [entry.entry_id for entry in second], 0
         else:
@@ -148,9 +148,9 @@ class Deferral(RoundPolicy):
 
     # Audits
 
-    def _plan_audited(self, buffer: RolloutBuffer, plan: Round, admission: AdmissionPolicy) -> None:
+    def _plan_audited(self, buffer: RolloutBuffer, current: Round, admission: AdmissionPolicy) -> None:
         """Decides how many candidates new audited prompts would have got in this round."""
-        fresh = [entry.prompt for entry in plan.entries if not entry.candidates]
+        fresh = [entry.prompt for entry in current.entries if not entry.candidates]
         waiting = buffer.select(Lifecycle.WAITING)
         audited = [entry for entry in waiting if entry.audit_of is not None and not entry.num_usual]
         if audited:

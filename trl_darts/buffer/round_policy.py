@@ -49,19 +49,19 @@ class RoundPolicy(ABC):
         return buffer.enter(prompt, row, tokens)
 
     def begin(
-        self, buffer: RolloutBuffer, plan: Round, num_generations: int, admission: AdmissionPolicy
+        self, buffer: RolloutBuffer, current: Round, num_generations: int, admission: AdmissionPolicy
     ) -> tuple[Admission, list[GroupPlan]]:
         """Puts a round's prompts in flight."""
-        self.was_long = plan.long
-        return buffer.begin(plan, num_generations, admission)
+        self.was_long = current.long
+        return buffer.begin(current, num_generations, admission)
 
-    def judge(self, buffer: RolloutBuffer, plan: Round, is_last: bool) -> Outcome:
+    def judge(self, buffer: RolloutBuffer, current: Round, is_last: bool) -> Outcome:
         """Decides about the scored groups of a round. `is_last` tells whether its batch is the training's last."""
         raise NotImplementedError
 
-    def take(self, buffer: RolloutBuffer, plan: Round, num_dropped: int = 0) -> list[BufferEntry]:
+    def take(self, buffer: RolloutBuffer, current: Round, num_dropped: int = 0) -> list[BufferEntry]:
         """Returns what is trained on now, which has left the buffer, as `num_dropped` prompts have in this round."""
-        taken, surplus = buffer.take(plan, self.order, num_dropped)
+        taken, surplus = buffer.take(current, self.order, num_dropped)
         self.keep(buffer, surplus)
         return taken
 

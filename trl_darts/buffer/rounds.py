@@ -87,8 +87,8 @@ class DynamicSampling(RoundPolicy):
         left = math.floor(self.max_oversampling * self.num_groups) - self.num_uniform - num_complete
         return max(0, min(likely, left))
 
-    def judge(self, buffer: RolloutBuffer, plan: Round, is_last: bool) -> Outcome:
-        done = [entry for entry in plan.entries if entry.score is not None]
+    def judge(self, buffer: RolloutBuffer, current: Round, is_last: bool) -> Outcome:
+        done = [entry for entry in current.entries if entry.score is not None]
         if not done:
             return Outcome()
         uniform = [entry.entry_id for entry in done if entry.score and entry.score.is_uniform]

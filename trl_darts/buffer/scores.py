@@ -63,17 +63,16 @@ class GroupScores:
         self._counts.update(outcome.counts)
         self._estimates = outcome.estimates
 
-    def serve(self, num_rows: int) -> torch.Tensor:
+    def serve(self) -> torch.Tensor:
         """
-        The rewards of the batch that was taken, of shape `(N·M, F)`; this process has `num_rows` of its rows. Groups
-        that wait for a later batch are scored too: what was begun while they decoded is ready.
+        Returns the rewards of the batch that was taken, of shape `(N·M, F)`. Groups that wait for a later batch are
+        scored too: what was begun while they decoded is ready.
         """
         self._score_new()
         scores: list[Any] = [self.batches.trained[entry_id].score for entry_id in self.batches.last.entry_ids]
-        first = self.batches.main.index * num_rows
         for name in sorted({name for score in scores for name in score.logged}):
             values = [value for score in scores for value in score.logged.get(name, [None] * len(score.rewards))]
-            self.trainer._pending_extra_logs[name].extend(values[first : first + num_rows])
+            self.trainer._pending_extra_logs[name].extend(values[self.batches.mine])
         return torch.cat([score.rewards for score in scores])
 
     def pop_metrics(self) -> dict[str, float]:

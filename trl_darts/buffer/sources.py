@@ -2,65 +2,40 @@
 Where TRL's batches and their completions come from: the data loader, or the rollout buffer.
 
 ```
-loader ──▶ next_inputs ──────────────────────▶ TRL tokenizes ──▶ completions: a rollout ────▶ TRL scores
-loader ──▶ next_inputs: buffer and rollouts ──▶ TRL tokenizes ──▶ completions: the kept rows ──▶ TRL scores
+loader ──▶ next ───────────────────────▶ TRL tokenizes ──▶ sample: a rollout ──▶ TRL scores
+loader ──▶ next: buffer and rollouts ──▶ TRL tokenizes ──▶ the kept rows ──────▶ TRL scores
 ```
 
 Every source is used on all processes at once, unless a method says otherwise.
 """
 
-import math
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ..engines.batch import PromptBatch
 from ..engines.engine import RolloutPlan
 from ..scheduling import (
     Admission,
-    Continuous,
-    FreshGroups,
     GroupPlan,
     RolloutResult,
     SchedulePolicies,
     Scheduler,
     UniformAdmission,
 )
-from ..scheduling.continuous import entering
-from ..streaming import Streams, decode_completions
-from ..telemetry.metrics import RolloutRecord, buffer_metrics, ratio_metrics
-from ..training.rows import KeptRows, Tokens, forget_stale_logprobs, mask_fillers, mask_stale
-from .batches import BufferedBatches, BufferedRows
-from .feed import PromptFeed, Rows
-from .rounds import round_policy
-from .scores import GroupScores
+from ..streaming import Streams
+from ..telemetry.metrics import RolloutRecord
+from ..training.rows import KeptRows
+from .batch import Batch, Prompts
+from .feed import Rows
 
 
 logger = get_logger(__name__)
 
 R = TypeVar("R", bound=KeptRows)
 Decisions = tuple[Admission, list[GroupPlan], SchedulePolicies]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts of this process as TRL hands them to `_generate_single_turn`, one per row."""
-
-    ids: list[Tokens]
-    num_generations: int
-    images: Any
-    fields: Any
-
-    def gather(self, process_index: int) -> PromptBatch:
-        """Returns the prompts of all processes."""
-        return PromptBatch.gather(self.ids, self.num_generations, process_index, self.images, self.fields)
 
 
 @dataclass(frozen=True)
@@ -76,14 +51,13 @@ class TRLSource:
 
     trains = False
     carries_over = False  # whether unfinished prompts keep their tokens
-    fillers: frozenset[int] = frozenset()  # filler rows of the batch, over all processes
 
-    def next_inputs(self, inputs: Rows) -> Rows:
-        """Returns this process's rows of the batch that TRL scores next, given the loader's."""
-        return inputs
+    def next(self, inputs: Rows) -> Batch:
+        """Returns the batch that TRL scores next, given this process's rows of the loader's."""
+        return Batch(inputs)
 
-    def completions(self, prompts: Prompts) -> KeptRows | None:
-        """Returns the completions of these rows, or `None` where TRL generates them."""
+    def sample(self, prompts: Prompts) -> KeptRows | None:
+        """Returns completions of a batch that has none yet, or `None` where TRL generates them."""
         return None
 
     def later_turn(self, prompts: Prompts) -> KeptRows | None:
@@ -102,15 +76,6 @@ class TRLSource:
     def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]] | None:
         """Returns the data of a row by its number, for rewards that are computed during the rollout."""
         return None
-
-    def rewards(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns TRL's rewards of the batch, of shape `(N·M, F)`."""
-        return calculate(None, *args, **kwargs)
-
-    def mask(self, output: dict[str, Any], accelerator: Accelerator) -> dict[str, float]:
-        """Takes the loss weight from rows and tokens that are not trained on, in place. Returns metrics."""
-        mask_fillers(output, self.fillers, accelerator)
-        return {}
 
 
 class RolloutSource(TRLSource, Generic[R]):
@@ -193,11 +158,10 @@ class RolloutSource(TRLSource, Generic[R]):
 class LoaderSource(RolloutSource[KeptRows]):
     """The loader's batches, each sampled in its turn."""
 
-    def completions(self, prompts: Prompts) -> KeptRows:
+    def sample(self, prompts: Prompts) -> KeptRows:
         self.trainer._sync_weights()
         batch = prompts.gather(self.trainer._main.index)
         rows, record = self.trainer._rollout(self, batch)
-        self.fillers = rows.fillers
         self.log(record)
         return rows
 
@@ -235,244 +199,3 @@ class EvaluationSource(LoaderSource):
 
     def input_of(self, inputs: Rows) -> None:
         return None
-
-
-class BufferSource(RolloutSource[BufferedRows]):
-    """Batches of the rollout buffer, for schedules that choose their prompts or sample ahead."""
-
-    def __init__(self, trainer: Any, batches: BufferedBatches, scores: Any) -> None:
-        super().__init__(trainer)
-        self.batches = batches
-        self.scores = scores  # a `GroupScores` where groups are scored before their batch is full
-        self.carries_over = batches.buffer.keeps_tokens
-        self._kept: KeptRows | None = None  # completions of the batch, until TRL asks for them
-        self._warned = False  # that prompts have changed since
-        self._launched: Launched | None = None
-
-    def next_inputs(self, inputs: Rows) -> Rows:
-        """Runs the rollouts that the next batch needs, and takes it from the buffer."""
-        args = self.trainer.args
-        launched, self._launched = self._launched, None
-        batch = self._next_round() if launched is None else launched.batch
-        begin = time.perf_counter()
-        rows = self._next_rows(batch, launched)
-        self.fillers = rows.fillers
-        metrics = buffer_metrics(rows, args.mask_stale_after)
-        if args.rollout_ahead:
-            metrics["darts/rollout/wait_seconds"] = time.perf_counter() - begin
-        if self.batches.policy.scores_first:
-            metrics |= self.scores.pop_metrics()
-            missing = len(rows.fillers) // args.num_generations
-            metrics["darts/uniform/missing" if args.drop_uniform_groups else "darts/deferral/missing"] = missing
-        self.trainer._log_all(metrics)
-        inputs, self._kept = self.batches.finish(rows), rows
-        if args.mask_stale_after is not None:
-            forget_stale_logprobs(self._kept, self.batches.ages(len(inputs)), args.mask_stale_after)
-        return inputs
-
-    def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:
-        if batch is not None and not self.batches.policy.scores_first:
-            rows, record = self.trainer._rollout(self, batch, launched)
-            self.log(record)
-            return rows
-        self._sample_and_score(batch, launched)
-        step = self.trainer.state.global_step
-        return self.batches.main.scatter(lambda: self.batches.shares(self.batches.collect(step)))
-
-    def shares(self, rows: BufferedRows, batch: PromptBatch) -> list[BufferedRows]:
-        return self.batches.shares(rows)
-
-    def completions(self, prompts: Prompts) -> KeptRows | None:
-        """Returns the kept rows. They were decoded before, so TRL trains on their prompts' tokens of then."""
-        kept, self._kept = self._kept, None
-        changed = [
-            (row, own) for row, own in zip(prompts.ids, self.batches.mine(len(prompts.ids)), strict=True) if row != own
-        ]
-        for row, own in changed:
-            row[:] = own
-        if changed and not self._warned:
-            self._warned = True
-            logger.warning(
-                "Prompts have other tokens than when they were decoded, as with a date in the chat template, or a "
-                "subclass that changes them in `_generate`. Rows are trained on with the tokens of then. Change "
-                "prompts in the data set or in `_tokenize_prompts`."
-            )
-        return kept
-
-    def launch_next(self) -> None:
-        """
-        Starts the next batch's rollout with the current weights; it runs while this batch is trained on. There is no
-        next batch at the end of an epoch, nor after the last training step.
-        """
-        trainer, args = self.trainer, self.trainer.args
-        if not args.rollout_ahead or self.num_left <= 1 or (batch := self.batches.next_round(ahead=True)) is None:
-            return
-        trainer._sync_weights()
-        plan = self.batches.main.run(lambda: self.plan(batch, ahead=True))
-        trainer._engine.launch(plan, batch)
-        self._launched = Launched(batch, plan)
-
-    @property
-    def num_left(self) -> int:
-        """Number of batches from the current one to the end of the training."""
-        left: int = self.trainer._loop.num_batches(self.trainer.state.max_steps) - self.number
-        return left
-
-    def clear(self) -> None:
-        self.batches.clear()
-        if self.scores is not None:
-            self.scores.clear()
-
-    def cancel(self) -> None:
-        self._launched = None
-        self.trainer._engine.cancel()
-
-    def decide(self, batch: PromptBatch, number: int) -> Decisions:
-        trainer, args = self.trainer, self.trainer.args
-        admission, groups = self.batches.plan(trainer.state.global_step)
-        stop = self.batches.batch_stop
-        policies = args.policies(admission.expected_lengths, batch_stop=stop, rollout=number, tail=trainer._tail)
-        return admission, groups, policies
-
-    def collect(self, result: RolloutResult, batch: PromptBatch) -> BufferedRows:
-        return self.batches.collect(self.trainer.state.global_step, result)
-
-    def round_ids(self) -> Sequence[int]:
-        return self.batches.round_ids
-
-    def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]]:
-        return self.batches.input_of
-
-    def rewards(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        return calculate(None, *args, **kwargs) if self.scores is None else self.scores.serve(len(args[0]))
-
-    def mask(self, output: dict[str, Any], accelerator: Accelerator) -> dict[str, float]:
-        super().mask(output, accelerator)
-        if (max_age := self.trainer.args.mask_stale_after) is not None:
-            mask_stale(output, self.batches.ages(len(output["completion_mask"])), max_age, accelerator)
-        return ratio_metrics(output, accelerator)
-
-    def _next_round(self) -> PromptBatch | None:
-        batch = self.batches.next_round()
-        if batch is not None:
-            self.trainer._sync_weights()
-        return batch
-
-    def _sample_and_score(self, batch: PromptBatch | None, launched: Launched | None) -> None:
-        """Runs rollouts until the batch has its groups with a spread of rewards, or no more may be sampled for it."""
-        records: list[RolloutRecord] = []
-        while batch is not None:
-            records.append(self.trainer._rollout(self, batch, launched)[1])
-            self.scores.judge(is_last=self.num_left <= 1)
-            batch, launched = self._next_round(), None
-        if records:
-            self.log(reduce(RolloutRecord.then, records))
-
-
-class ContinuousSource(BufferSource):
-    """
-    Batches of a rollout without an end, for `rollout_ahead="continuous"`. Prompts enter when a batch was taken; the
-    servers get new weights while they decode.
-    """
-
-    def __init__(self, trainer: Any, batches: BufferedBatches) -> None:
-        super().__init__(trainer, batches, None)
-        self._scheduler: Any = None  # on the main process
-        self._admission: Any = None  # of the last prompts that entered
-
-    def _next_round(self) -> PromptBatch:
-        self.trainer._sync_weights()
-        self._start_prompts(self.num_left)
-        return self.batches.prompts([])
-
-    def launch_next(self) -> None:
-        self._start_prompts(self.num_left - 1)
-
-    def _start_prompts(self, num_left: int) -> None:
-        if self.batches.next_round(most=num_left * self.batches.policy.num_groups) is not None:
-            self.batches.main.run(self._extend)
-
-    def _extend(self) -> None:
-        args, ids = self.trainer.args, self.batches.round_ids
-        self._admission, plans = self.batches.plan(self.trainer.state.global_step)
-        if self._scheduler is None:
-            drops = args.on_generation_error == "drop_group"
-            policies = args.policies(batch_stop=Continuous())
-            self._scheduler = Scheduler(policies, args.num_generations, drops, carries_tokens=not args.not_carried)
-        plans = entering(plans, ids, args.submit_order)
-        prompts = self.batches.prompts([plan.group_id for plan in plans])
-        keeps = args.kv_after_update == "keep"
-        self.trainer._engine.extend(RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps), prompts)
-
-    def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
-        """Decides which groups are taken, on the main process."""
-        args = self.trainer.args
-        due = self.trainer.state.global_step + args.steps_per_batch - args.max_staleness - 1
-        takes = FreshGroups(self.batches.policy.num_groups, due)
-        return RolloutPlan(self._admission, [], self._scheduler, takes)
-
-    def conclude(
-        self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch
-    ) -> list[tuple[BufferedRows, RolloutRecord]]:
-        result = self.batches.taken(result)
-        counts = [len(group.candidates) for group in result.groups]
-        saturated = counts.count(self.trainer.args.max_num_generations) if self.trainer.args.over_provisions else 0
-        expected = [group.plan.expected_length or math.nan for group in result.groups]
-        admission = Admission(counts, saturated, plan.admission.rho, expected)
-        prompts = self.batches.prompts(self.batches.round_ids)
-        return super().conclude(replace(plan, admission=admission), result, prompts)
-
-    def round_ids(self) -> Sequence[int]:
-        return ()
-
-    def clear(self) -> None:
-        super().clear()
-        self._scheduler = None
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._scheduler = None
-
-
-def make_feed(trainer: Any) -> PromptFeed:
-    """Returns the order of the data for a schedule."""
-    args, loop, num_processes = trainer.args, trainer._loop, trainer.accelerator.num_processes
-    trainer = weakref.proxy(trainer)
-    return PromptFeed(
-        loop,
-        [{}] * (args.generation_batch_size // num_processes) if args.buffers_prompts else None,
-        endless=args.drop_uniform_groups or args.scores_early or args.is_continuous,
-        limit=lambda: loop.num_batches(trainer.state.max_steps) if args.scores_early else math.inf,
-    )
-
-
-def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
-    """Returns the batches of a schedule with a rollout buffer."""
-    args = trainer.args
-    make_policy: Any = partial(round_policy, args, args.generation_batch_size // args.num_generations)
-    if make_policy() is None:
-        return None
-    admission, main, loop = trainer._admission, trainer._main, trainer._loop
-    trainer = weakref.proxy(trainer)  # no cycle, see `make_sources`
-
-    def tokenize(prompts: list[Any]) -> tuple[Any, ...]:  # as the trainer does, which may be a subclass
-        output: tuple[Any, ...] = trainer._tokenize_prompts(prompts)
-        return output
-
-    return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop)
-
-
-def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
-    """Returns the sources of training and of evaluation. Engines in the trainer's process leave evaluation to TRL."""
-    args, batches = trainer.args, trainer._batches
-    trainer = weakref.proxy(trainer)  # no cycle: connections and threads end with the trainer
-    evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
-    if batches is None:
-        return LoaderSource(trainer), evaluation
-    if args.is_continuous:
-        return ContinuousSource(trainer, batches), evaluation
-    scores = None
-    if batches.policy.scores_first or args.stream_rewards:
-        decode = partial(decode_completions, trainer)
-        scores = GroupScores(trainer, batches, decode, trainer._streams.owners)
-    return BufferSource(trainer, batches, scores), evaluation

@@ -13,6 +13,7 @@ from ..scheduling import (
     EngineLoad,
     EngineUpdated,
     Event,
+    FinishedGroups,
     FreshGroups,
     GroupPlan,
     RolloutResult,
@@ -63,12 +64,12 @@ class ContinuousRun(RolloutRun):
         self.prompts |= {plan.group_id: own for plan, own in zip(plans, prompts, strict=True)}
         self._execute(self.scheduler.add(plans, time.perf_counter()))
 
-    async def take(self, rule: FreshGroups) -> RolloutResult:
+    async def take(self, rule: FreshGroups | FinishedGroups) -> RolloutResult:
         """Waits for the groups of the next batch, ends and returns them."""
         self.rollout = Waiting(self.deadlines.rollout_s)
         while (chosen := rule.choose(self.scheduler)) is None:
             await self._wait()
-        self._execute(self.scheduler.settle(chosen, time.perf_counter()))
+        self._execute(self.scheduler.select(chosen, time.perf_counter()))
         while not self.scheduler.has_ended(chosen):
             await self._wait()
         for group_id in chosen:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..scheduling import Admission, FreshGroups, GroupPlan, Placement, RolloutResult, Scheduler
+from ..scheduling import Admission, FinishedGroups, FreshGroups, GroupPlan, Placement, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
@@ -20,7 +20,8 @@ class RolloutPlan:
     admission: Admission
     groups: list[GroupPlan]
     scheduler: Scheduler
-    takes: FreshGroups | None = None  # the next batch of a rollout without an end, instead of a rollout of its own
+    # The next groups of a rollout whose groups are added and taken while it runs, instead of a rollout of its own.
+    takes: FreshGroups | FinishedGroups | None = None
     keeps_kv: bool = False  # of a rollout without an end: whether keys and values survive a weight sync
 
 
@@ -74,5 +75,5 @@ class Engine(ABC):
     def cancel(self) -> None:  # noqa: B027
         """Aborts a launched rollout."""
 
-    def settle(self) -> None:  # noqa: B027
+    def wait_for_aborts(self) -> None:  # noqa: B027
         """Waits until aborted requests have ended. Called on the main process."""

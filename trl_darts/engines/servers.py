@@ -122,7 +122,7 @@ class ServerEngine(Engine):
             self._continuous[1].cancel()
         self._in_flight, self._launched, self._continuous = False, None, None
 
-    def settle(self) -> None:
+    def wait_for_aborts(self) -> None:
         """See [`Engine`]."""
         engine = self._generation.own_engine
         engine.call(engine.idle())

@@ -1,7 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger that they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
-from .continuous import Continuous, FreshGroups
+from .continuous import Continuous, FinishedGroups, FreshGroups
 from .placement import AssignedPlacement, LengthOrder, balance
 from .policies import SCHEDULES, BatchStop, DualEnd, FirstGroups, Placement, SchedulePolicies, UniformPool
 from .scheduler import Scheduler
@@ -60,6 +60,7 @@ __all__ = [
     "EngineUpdated",
     "Event",
     "FinishReason",
+    "FinishedGroups",
     "FirstGroups",
     "FreshGroups",
     "Group",

@@ -2,7 +2,7 @@
 Batches of a rollout without an end, whose weights change while it runs (`rollout_ahead="continuous"`).
 
 ```
-add ──▶ groups decode ──▶ `FreshGroups.choose` ──▶ settle ──▶ take ──▶ the trainer
+add ──▶ groups decode ──▶ `FreshGroups.choose` ──▶ select ──▶ take ──▶ the trainer
               ▲  EngineUpdated: other weights sample the following tokens
 ```
 
@@ -60,6 +60,22 @@ class FreshGroups:
             return None
         chosen += [group_id for group_id in takeable if group_id not in due][: self.num_groups - len(chosen)]
         return sorted(chosen)
+
+
+@dataclass(frozen=True)
+class FinishedGroups:
+    """
+    The next wave of a batch: the first `num_groups` that can be taken, or what is left if that is less. Dropped groups
+    count.
+    """
+
+    num_groups: int
+
+    def choose(self, scheduler: Scheduler) -> list[int] | None:
+        """Returns the IDs of the groups, or `None` while one must be waited for."""
+        takeable = scheduler.takeable
+        enough = len(takeable) >= min(self.num_groups, len(scheduler.ledger.groups))
+        return takeable[: self.num_groups] if enough else None
 
 
 def entering(plans: Sequence[GroupPlan], entry_ids: Sequence[int], submit_order: str) -> list[GroupPlan]:

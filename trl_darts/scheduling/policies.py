@@ -54,7 +54,7 @@ class GroupStop(Protocol):
 
 
 class BatchStop(Protocol):
-    """Decides when the batch is ready. Groups that are not settled by then are deferred with their tokens."""
+    """Decides when the batch is ready. Groups without rows by then are deferred with their tokens."""
 
     @property
     def ends(self) -> bool:
@@ -184,7 +184,7 @@ class UniformPool(DualEnd):
 
 @dataclass(frozen=True)
 class AllGroups:
-    """The batch is ready when every group is settled; nothing is deferred."""
+    """The batch is ready when every group has its rows; nothing is deferred."""
 
     ends = True
 
@@ -194,7 +194,7 @@ class AllGroups:
 
 @dataclass(frozen=True)
 class FirstGroups:
-    """The batch is ready with the first settled groups; the others are deferred."""
+    """The batch is ready with the first groups that have their rows; the others are deferred."""
 
     ends = True
     num_groups: int

@@ -91,8 +91,8 @@ class Scheduler:
         self.ledger = Ledger()
         self.error: str | None = None
         self._waiting: deque[Candidate] = deque()  # in the order in which they will be submitted
-        self._settled: set[int] = set()  # group IDs
-        self._ready: set[int] = set()  # settled, or with enough complete candidates if the policy follows the batch
+        self._selected: set[int] = set()  # group IDs
+        self._ready: set[int] = set()  # with rows, or with enough complete candidates if the policy follows the batch
         self._dropped: set[int] = set()
         self._batch_ready = False
         self._tail_switch: TailSwitch | None = None
@@ -156,13 +156,13 @@ class Scheduler:
         """IDs of the groups with enough complete candidates, and of dropped ones, in the order of their entry."""
         return sorted(self._ready | self._dropped)
 
-    def settle(self, group_ids: Sequence[int], now: float) -> list[Command]:
+    def select(self, group_ids: Sequence[int], now: float) -> list[Command]:
         """Selects the rows of groups with enough complete candidates, and aborts the unfinished ones."""
         commands: list[Command] = []
         for group in [self.ledger.groups[group_id] for group_id in group_ids]:
             if not group.closed:
                 commands += self._abort(group.unfinished, now)
-                self._settle(group)
+                self._select_rows(group)
         return commands
 
     def has_ended(self, group_ids: Sequence[int]) -> bool:
@@ -171,12 +171,12 @@ class Scheduler:
 
     def take(self, group_ids: Sequence[int], now: float) -> RolloutResult:
         """
-        Removes settled or dropped groups whose candidates have ended, and returns them. The result's timeline and its
-        resumed submissions are those since the last call.
+        Removes groups with rows, or dropped ones, whose candidates have ended, and returns them. The result's timeline
+        and its resumed submissions are those since the last call.
         """
         groups = [self.ledger.forget_group(group_id) for group_id in group_ids]
         self.policies.placement.forget(group_ids)
-        for ids in (self._ready, self._settled, self._dropped):
+        for ids in (self._ready, self._selected, self._dropped):
             ids.difference_update(group_ids)
         timeline, num_resumed = self.ledger.cut(now)
         results = [GroupResult(g.plan, g.candidates, g.selected or []) for g in groups if g.error is None]
@@ -193,7 +193,7 @@ class Scheduler:
         if self.error is not None:
             raise GenerationError(self.error)
         groups = self.ledger.groups.values()
-        results = [GroupResult(g.plan, g.candidates, g.selected or [], g.settled) for g in groups if g.error is None]
+        results = [GroupResult(g.plan, g.candidates, g.selected or [], g.has_rows) for g in groups if g.error is None]
         return RolloutResult(
             groups=[r for r in results if r.complete],
             deferred=[r for r in results if not r.complete],
@@ -314,7 +314,7 @@ class Scheduler:
     # Decisions
 
     def _decide(self, group: Group, now: float) -> list[Command]:
-        """Aborts surplus candidates of the group, settles it if all have ended, and checks the batch."""
+        """Aborts surplus candidates of the group, selects its rows if all have ended, and checks the batch."""
         if group.closed or self._batch_ready or self.error is not None:
             return []
         commands: list[Command] = []
@@ -322,7 +322,7 @@ class Scheduler:
         if surplus:
             commands = self._abort(surplus, now)
         if group.num_unfinished == 0:
-            self._settle(group)
+            self._select_rows(group)
             commands += self._check_batch(now)
         elif group.num_complete >= self.num_generations and self.policies.group_stop.follows_batch:
             self._ready.add(group.group_id)
@@ -334,13 +334,13 @@ class Scheduler:
         batch_stop, dropped, num_groups = self.policies.batch_stop, self._dropped, len(self.ledger.groups)
         commands: list[Command] = []
         if self.policies.group_stop.follows_batch and batch_stop.ready(self._ready, dropped, num_groups):
-            commands += self.settle(sorted(self._ready - self._settled), now)
-        if not batch_stop.ready(self._settled, dropped, num_groups):
+            commands += self.select(sorted(self._ready - self._selected), now)
+        if not batch_stop.ready(self._selected, dropped, num_groups):
             return commands
         self._batch_ready = True
         return commands + self._abort_unfinished(now)
 
-    def _settle(self, group: Group) -> None:
+    def _select_rows(self, group: Group) -> None:
         selected = sorted(self.policies.group_stop.select(group))
         if len(selected) != self.num_generations:
             raise GenerationError(
@@ -348,7 +348,7 @@ class Scheduler:
                 f"{group.group_id}, and must return `num_generations` ({self.num_generations})."
             )
         group.selected = selected
-        self._settled.add(group.group_id)
+        self._selected.add(group.group_id)
         self._ready.add(group.group_id)
 
     def _submit(self, now: float) -> list[Command]:
@@ -456,7 +456,7 @@ class Scheduler:
         if group.closed or self._batch_ready or self.error is not None:
             return commands
         if group.num_complete >= self.num_generations:
-            self._settle(group)
+            self._select_rows(group)
         else:
             group.error = message
             self._ready.discard(group.group_id)

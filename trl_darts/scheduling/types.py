@@ -143,13 +143,13 @@ class Group:
         return self.plan.group_id
 
     @property
-    def settled(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether its rows are selected. Later events do not change them."""
         return self.selected is not None
 
     @property
     def closed(self) -> bool:
-        """Whether it is settled or dropped."""
+        """Whether its rows are selected, or it is dropped."""
         return self.selected is not None or self.error is not None
 
     @property

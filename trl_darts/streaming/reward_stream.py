@@ -26,7 +26,7 @@ OF_THE_BATCH = ("trainer_state", "log_extra", "log_metric")  # TRL's arguments w
 
 
 @dataclass(frozen=True, slots=True)
-class SettledRows:
+class FinalRows:
     """Rows of one process with final completions. `rows` are their numbers, see [`RewardStream`]."""
 
     rows: list[int]
@@ -91,22 +91,22 @@ class RewardStream:
         for group_id in sorted(self._open_groups):
             group = ledger.groups.get(group_id)
             if group is not None and group.selected is not None:
-                self._settle(GroupResult(group.plan, group.candidates, group.selected))
+                self._send(GroupResult(group.plan, group.candidates, group.selected))
 
     def finish(self, result: RolloutResult) -> None:
         """Submits the remaining groups at the end of the rollout, on the main process."""
         for group in result.groups:
             if group.plan.group_id in self._open_groups:
-                self._settle(group)
+                self._send(group)
 
-    def _settle(self, group: GroupResult) -> None:
+    def _send(self, group: GroupResult) -> None:
         """Sends a group's rows to the processes that score them."""
         group_id, size = group.plan.group_id, len(group.selected)
         self._open_groups.remove(group_id)
-        shares: dict[int, SettledRows] = {}
+        shares: dict[int, FinalRows] = {}
         for index, candidate in enumerate(group.rows):
             process, row = self._place(group_id, index, size)
-            share = shares.setdefault(process, SettledRows([], []))
+            share = shares.setdefault(process, FinalRows([], []))
             share.rows.append(row)
             share.completion_ids.append(list(candidate.tokens))
         for process, share in shares.items():
@@ -123,9 +123,9 @@ class RewardStream:
         entry_id = self._entry_ids[group_id]
         return self.owners.setdefault(entry_id, len(self.owners) % self._num_processes), entry_id * size + index
 
-    def submit(self, settled: SettledRows) -> None:
+    def submit(self, own: FinalRows) -> None:
         """Decodes rows of this process and starts every function on them, without waiting for results."""
-        final = dict(sorted(zip(settled.rows, settled.completion_ids, strict=True)))
+        final = dict(sorted(zip(own.rows, own.completion_ids, strict=True)))
         self._completion_ids.update(final)
         rows, completion_ids = list(final), list(final.values())
         inputs = [self._input_of(row) for row in rows]

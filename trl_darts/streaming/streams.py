@@ -18,7 +18,7 @@ from ..trl_compat import disable_gradient_checkpointing, is_sharded, use_adapter
 from .forward import Scorer
 from .logprob_stream import POLICY, REFERENCE, LogprobStream
 from .plan import ScoringRound, Tokens
-from .reward_stream import RewardStream, SettledRows
+from .reward_stream import FinalRows, RewardStream
 
 
 class Streams:
@@ -134,7 +134,7 @@ class Streams:
         for message in self._mailbox.receive() if self._mailbox is not None else ():
             if isinstance(message, ScoringRound) and self.log_probs is not None:
                 self.log_probs.execute(message)
-            elif isinstance(message, SettledRows) and self.rewards is not None:
+            elif isinstance(message, FinalRows) and self.rewards is not None:
                 self.rewards.submit(message)
 
 

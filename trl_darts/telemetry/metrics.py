@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..buffer.batches import BufferedRows
 from ..engines.batch import PromptBatch
 from ..engines.vllm_api import DraftCounts
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
+from ..training.rows import BufferedRows
 from ..weights import SyncRecord
 
 

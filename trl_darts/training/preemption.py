@@ -85,7 +85,7 @@ class Preemption(TrainerCallback):
         trainer._engine.cancel()
         close_bar(trainer.callback_handler.callbacks)
         if self._accelerator.is_main_process:
-            trainer._engine.settle()
+            trainer._engine.wait_for_aborts()
             stopped = where_it_stopped(trainer.args, trainer.state, trainer._state_callback.checkpoint)
             print(f"SIGTERM: {stopped}", file=sys.stderr, flush=True)  # noqa: T201  (no log level hides it)
         self._accelerator.wait_for_everyone()

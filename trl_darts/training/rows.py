@@ -4,7 +4,7 @@ and have zero loss weight.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, cycle
 from typing import Any, Self
 
@@ -78,6 +78,21 @@ class KeptRows:
         self.__dict__ |= state
         self.completion_ids = _unpack(state["completion_ids"])
         self.logprobs = state["logprobs"] and _unpack(state["logprobs"])
+
+
+@dataclass
+class BufferedRows(KeptRows):
+    """
+    The rows of a batch that the buffer has given to the optimizer: all of them on the main process, and on the others
+    their own. The other fields are those of the whole batch.
+    """
+
+    entry_ids: list[int] = field(default_factory=list)  # (N,), the prompt of each group
+    left: list[int] = field(default_factory=list)  # prompts that have left the buffer, dropped ones included
+    # Of each row but the filler rows: how many steps old the policy was that sampled how many tokens in a row.
+    ages: list[list[tuple[int, int]]] = field(default_factory=list)
+    states: dict[str, int] = field(default_factory=dict)  # number of prompts in the buffer, by lifecycle state
+    is_long: bool | None = None  # whether the round was a long one, with tail batching
 
 
 def _pack(rows: Sequence[Sequence[Any]], dtype: Any) -> Packed:

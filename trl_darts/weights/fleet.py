@@ -196,7 +196,7 @@ class FleetVLLMClient:
                 async with update:
                     yield update
             finally:
-                await asyncio.gather(*(self._settle(pool, url, update) for url in members))
+                await asyncio.gather(*(self._rejoin(pool, url, update) for url in members))
 
     async def _prepare(self, pool: ServerPool, url: str) -> bool:
         """Forms a new group with a server that reconnected, and wakes up a sleeping one. Returns success."""
@@ -211,7 +211,7 @@ class FleetVLLMClient:
             return False
         return True
 
-    async def _settle(self, pool: ServerPool, url: str, update: WeightUpdate) -> None:
+    async def _rejoin(self, pool: ServerPool, url: str, update: WeightUpdate) -> None:
         member = pool.members[url]
         failure = update.failures.get(url)
         if pool.takes_turns and member.tail:

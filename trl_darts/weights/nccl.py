@@ -244,7 +244,7 @@ def _in_thread(function: Callable[[], None]) -> "asyncio.Future[None]":
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
-    def settle(error: BaseException | None) -> None:
+    def finish(error: BaseException | None) -> None:
         if future.done():  # cancelled
             return
         if error is None:
@@ -259,7 +259,7 @@ def _in_thread(function: Callable[[], None]) -> "asyncio.Future[None]":
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, failure)
+            loop.call_soon_threadsafe(finish, failure)
 
     threading.Thread(target=run, name="trl_darts-nccl", daemon=True).start()
     return future

@@ -116,7 +116,7 @@ def test_trained_once_and_nothing_wasted(schedule, spec, num_groups, num_batches
         assert all(len(step.kept) == 2 * num_groups for step in steps)
         kept = Counter(length for step in steps for length, _ in step.kept)
         assert kept == Counter(min(length, 300) for length in lengths)
-        summaries = [summary for step in steps for summary in [*step.settled, *step.deferred]]
+        summaries = [summary for step in steps for summary in [*step.complete, *step.deferred]]
         decoded = sum(sum(summary.lengths) - summary.num_carried_tokens for summary in summaries)
         trained = sum(length for step in steps for length, _ in step.kept)
         assert decoded == trained if schedule.keeps_tokens else decoded >= trained

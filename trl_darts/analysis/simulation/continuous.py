@@ -61,7 +61,7 @@ class VirtualContinuous(VirtualRollout):
         while (chosen := rule.choose(self.scheduler)) is None:
             self.now = max(self.now, min(self.times))
             self._step(min(self.times))
-        self._execute(self.scheduler.settle(chosen, self.now), self.now)
+        self._execute(self.scheduler.select(chosen, self.now), self.now)
         result = self.scheduler.take(chosen, self.now)
         for group in result.groups:
             del self.lengths[group.plan.group_id], self.prompt_tokens[group.plan.group_id]
@@ -146,11 +146,11 @@ class ContinuousTraining:
             self.informative |= zip(ids, batch.informative(training.workload.uniform_share).tolist(), strict=True)
             most = training.settings.max_num_generations
             self.lengths |= {i: batch.of(place, most, 0, training.stop_rate) for place, i in enumerate(ids)}
-        plan = self.rounds.next(self.buffer)
-        if not plan.entries:
+        current = self.rounds.next(self.buffer)
+        if not current.entries:
             return
-        _, plans = self.rounds.begin(self.buffer, plan, training.settings.num_generations, training.admission)
-        plans = entering(plans, [entry.entry_id for entry in plan.entries], training.settings.submit_order)
+        _, plans = self.rounds.begin(self.buffer, current, training.settings.num_generations, training.admission)
+        plans = entering(plans, [entry.entry_id for entry in current.entries], training.settings.submit_order)
         self.rollout.add(plans, [self.lengths[own.group_id] for own in plans])
 
     def _step(self, result: RolloutResult, version: int, waited: float) -> SimulatedStep:
@@ -159,18 +159,18 @@ class ContinuousTraining:
         lengths = {place: self.lengths.pop(entry_id) for place, entry_id in enumerate(ids)}
         groups = [replace(g, plan=replace(g.plan, group_id=place)) for place, g in enumerate(result.groups)]
         result = replace(result, groups=groups)
-        plan = Round([self.buffer.entries[entry_id] for entry_id in ids], len(ids), len(ids))
-        self.buffer.absorb(plan, result, version)
-        entries: list[BufferEntry] = self.rounds.take(self.buffer, plan)
+        current = Round([self.buffer.entries[entry_id] for entry_id in ids], len(ids), len(ids))
+        self.buffer.absorb(current, result, version)
+        entries: list[BufferEntry] = self.rounds.take(self.buffer, current)
         training.learn_shape(result, lengths)
         rows = [row for entry in entries for row in entry.candidates]
         ages = [(version - sampled_by, num) for row in rows for sampled_by, num in row.versions]
-        settled = [GroupSummary.of(group) for group in groups]
+        complete = [GroupSummary.of(group) for group in groups]
         most = training.settings.max_num_generations if training.settings.over_provisions else math.inf
         return SimulatedStep(
-            settled,
+            complete,
             [],
-            settled,
+            complete,
             [(row.length, row.partial.finish_reason) for row in rows],
             Occupancy.of(result),
             sum(len(group.candidates) >= most for group in groups),

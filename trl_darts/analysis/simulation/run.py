@@ -13,7 +13,7 @@ from .workload import Workload
 class SimulatedStep:
     """A step: the groups of its rollouts, and the rows trained on."""
 
-    settled: list[GroupSummary]  # completed by the rollouts
+    complete: list[GroupSummary]  # completed by the rollouts
     deferred: list[GroupSummary]  # left unfinished by the rollouts
     observed: list[GroupSummary]  # groups from which the tracker learns
     kept: list[tuple[int, FinishReason | None]]  # length and finish reason of each row
@@ -57,7 +57,7 @@ class SimulatedRun:
 
     def add(self, step: SimulatedStep, workload: Workload, ahead: int | str | None = 0) -> None:
         """Appends a step. With a rollout `ahead`, it was sampled while the previous step trained."""
-        summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
+        summaries, seconds = [*step.complete, *step.deferred], step.occupancy.seconds
         pool = np.array([length for summary in summaries for length in summary.lengths])
         ended = np.array([length for summary in step.observed for length in summary.lengths])
         kept = np.array([length for length, _ in step.kept])

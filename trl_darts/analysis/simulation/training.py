@@ -117,9 +117,9 @@ class SimulatedTraining:
         lengths = batch.all(max(admission.num_candidates), self.stop_rate)
         result = self.rollout(admission, admission.plans(infos), lengths)
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
-        settled = [GroupSummary.of(group) for group in result.groups]
+        complete = [GroupSummary.of(group) for group in result.groups]
         informative = int(batch.informative(self.workload.uniform_share).sum())
-        return SimulatedStep(settled, [], settled, kept, Occupancy.of(result), admission.saturated, informative)
+        return SimulatedStep(complete, [], complete, kept, Occupancy.of(result), admission.saturated, informative)
 
 
 @dataclass(slots=True)
@@ -151,18 +151,18 @@ class _EpochOfRounds:
         drops = self.training.settings.drop_uniform_groups
         for self.version in count():
             rollouts: list[tuple[RolloutResult, int]] = []  # with their saturated prompts
-            num_dropped, plan = 0, self._next(batches)
-            while plan.entries:
-                result, saturated = self._run(plan)
+            num_dropped, current = 0, self._next(batches)
+            while current.entries:
+                result, saturated = self._run(current)
                 rollouts.append((result, saturated))
-                num_dropped += len(self.buffer.absorb(plan, result, self.version))
+                num_dropped += len(self.buffer.absorb(current, result, self.version))
                 if not drops:
                     break
-                self._drop_uniform([plan.entries[group.plan.group_id] for group in result.groups])
-                plan = self._next(batches)
+                self._drop_uniform([current.entries[group.plan.group_id] for group in result.groups])
+                current = self._next(batches)
             if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # too few prompts for a step
                 return
-            yield self._finished(rollouts, self.rounds.take(self.buffer, plan, num_dropped))
+            yield self._finished(rollouts, self.rounds.take(self.buffer, current, num_dropped))
 
     def _next(self, batches: Iterator[BatchLengths]) -> Round:
         """Returns the next round, with the prompts that it needs, or with all remaining ones."""
@@ -177,11 +177,13 @@ class _EpochOfRounds:
                 self.sampled[entry.entry_id] = _Sampled(batch, place, informative[place])
         return self.rounds.next(self.buffer)
 
-    def _run(self, plan: Round) -> tuple[RolloutResult, int]:
+    def _run(self, current: Round) -> tuple[RolloutResult, int]:
         training = self.training
-        admission, plans = self.rounds.begin(self.buffer, plan, training.settings.num_generations, training.admission)
-        lengths = [self._lengths_of(entry) for entry in plan.entries]
-        return training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
+        admission, plans = self.rounds.begin(
+            self.buffer, current, training.settings.num_generations, training.admission
+        )
+        lengths = [self._lengths_of(entry) for entry in current.entries]
+        return training.rollout(admission, plans, lengths, current.batch_stop), admission.saturated
 
     def _drop_uniform(self, complete: list[BufferEntry]) -> None:
         uniform = [entry.entry_id for entry in complete if not self.sampled[entry.entry_id].informative]
@@ -202,14 +204,14 @@ class _EpochOfRounds:
 
     def _finished(self, rollouts: list[tuple[RolloutResult, int]], entries: list[BufferEntry]) -> SimulatedStep:
         rows = [row for entry in entries for row in entry.candidates]
-        settled = [GroupSummary.of(group) for result, _ in rollouts for group in result.groups]
+        complete = [GroupSummary.of(group) for result, _ in rollouts for group in result.groups]
         deferred = [GroupSummary.of(group) for result, _ in rollouts for group in result.deferred]
         taken = [self.sampled.pop(entry.entry_id) for entry in entries]
         ages = [(self.version - version, num) for row in rows for version, num in row.versions]
         return SimulatedStep(
-            settled,
+            complete,
             deferred,
-            settled if self.buffer.keeps_tokens else [*settled, *deferred],
+            complete if self.buffer.keeps_tokens else [*complete, *deferred],
             [(row.length, row.partial.finish_reason) for row in rows],
             reduce(Occupancy.then, (Occupancy.of(result) for result, _ in rollouts), Occupancy(0, 0.0, 0.0)),
             sum(saturated for _, saturated in rollouts),

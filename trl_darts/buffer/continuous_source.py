@@ -1,0 +1,85 @@
+"""Batches of a rollout without an end, for `rollout_ahead="continuous"`."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..engines.batch import PromptBatch
+from ..engines.engine import RolloutPlan
+from ..scheduling import Admission, Continuous, FreshGroups, RolloutResult, Scheduler
+from ..scheduling.continuous import entering
+from ..telemetry.metrics import RolloutRecord
+from ..training.rows import BufferedRows
+from .batches import BufferedBatches
+from .buffer_source import BufferSource
+
+
+class ContinuousSource(BufferSource):
+    """
+    Batches of a rollout without an end, for `rollout_ahead="continuous"`. Prompts enter when a batch was taken; the
+    servers get new weights while they decode.
+    """
+
+    def __init__(self, trainer: Any, batches: BufferedBatches) -> None:
+        super().__init__(trainer, batches, None)
+        self._scheduler: Any = None  # on the main process
+        self._admission: Any = None  # of the last prompts that entered
+
+    def _next_round(self) -> PromptBatch:
+        self.trainer._sync_weights()
+        self._start_prompts(self.num_left)
+        return self.batches.prompts([])
+
+    def launch_next(self) -> None:
+        self._start_prompts(self.num_left - 1)
+
+    def _start_prompts(self, num_left: int) -> None:
+        if self.batches.next_round(most=num_left * self.batches.policy.num_groups) is not None:
+            self.batches.main.run(self._extend)
+
+    def _extend(self) -> None:
+        args, ids = self.trainer.args, self.batches.round_ids
+        self._admission, plans = self.batches.plan(self.trainer.state.global_step)
+        if self._scheduler is None:
+            self._scheduler = self.scheduler()
+        plans = entering(plans, ids, args.submit_order)
+        prompts = self.batches.prompts([plan.group_id for plan in plans])
+        keeps = args.kv_after_update == "keep"
+        self.trainer._engine.extend(RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps), prompts)
+
+    def scheduler(self) -> Scheduler:
+        """Returns what decides the rollout, on the main process."""
+        args = self.trainer.args
+        drops = args.on_generation_error == "drop_group"
+        policies = args.policies(batch_stop=Continuous())
+        return Scheduler(policies, args.num_generations, drops, carries_tokens=not args.not_carried)
+
+    def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
+        """Decides which groups are taken, on the main process."""
+        args = self.trainer.args
+        due = self.trainer.state.global_step + args.steps_per_batch - args.max_staleness - 1
+        takes = FreshGroups(self.batches.policy.num_groups, due)
+        return RolloutPlan(self._admission, [], self._scheduler, takes)
+
+    def conclude(
+        self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch
+    ) -> list[tuple[BufferedRows, RolloutRecord]]:
+        result = self.batches.taken(result)
+        counts = [len(group.candidates) for group in result.groups]
+        saturated = counts.count(self.trainer.args.max_num_generations) if self.trainer.args.over_provisions else 0
+        expected = [group.plan.expected_length or math.nan for group in result.groups]
+        admission = Admission(counts, saturated, plan.admission.rho, expected)
+        prompts = self.batches.prompts(self.batches.round_ids)
+        return super().conclude(replace(plan, admission=admission), result, prompts)
+
+    def round_ids(self) -> Sequence[int]:
+        return ()
+
+    def clear(self) -> None:
+        super().clear()
+        self._scheduler = None
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._scheduler = None
