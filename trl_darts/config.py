@@ -102,7 +102,7 @@ TRAINING_CONFLICTS = (
     # Streams
     Conflict("stream_batch_tokens stream_chunk_tokens", lambda s: s.stream_batch_tokens < s.stream_chunk_tokens,
              "leaves no room for a chunk in a pass: {stream_batch_tokens} must be at least {stream_chunk_tokens}"),
-    Conflict("stream_logprobs stream_rewards", lambda s: not s.uses_servers,
+    Conflict("stream_logprobs stream_rewards stream_training", lambda s: not s.uses_servers,
              "only has an effect with vLLM servers: an in-process engine leaves no time for it",
              "Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."),
     Conflict("stream_chunk_tokens stream_batch_tokens stream_cache_gib", lambda s: not s.stream_logprobs,
@@ -115,9 +115,6 @@ TRAINING_CONFLICTS = (
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
              "does not run with {rollout_ahead}: the model trains while candidates decode"),
     # Waves
-    Conflict("stream_training", lambda s: not s.uses_servers,
-             "only has an effect with vLLM servers: an in-process engine leaves no time for it",
-             "Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."),
     Conflict("stream_training",
              lambda s: s.steps_per_generation != s.gradient_accumulation_steps or s.num_iterations > 1,
              "needs one optimizer step per batch: {steps_per_generation} must be {gradient_accumulation_steps}, and "
