@@ -9,6 +9,7 @@ import pickle
 import textwrap
 from dataclasses import fields, replace
 from pathlib import Path
+from string import Formatter
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.builders import assert_refused
 from trl_darts import DARTSGRPOConfig
-from trl_darts.config import OWN_CLASSES, TRL_RULES, VLLM_RULES
+from trl_darts.config import OWN_CLASSES, START_CONFLICTS, TRAINING_CONFLICTS, TRL_RULES, VLLM_RULES
+from trl_darts.engines.server_fields import SERVER_CONFLICTS
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
+from trl_darts.scheduling.schedule_fields import SCHEDULE_CONFLICTS
 
 
 CHOICES = {name: rule.choices for name, rule in (TRL_RULES | VLLM_RULES).items() if rule.choices}
+CONFLICTS = (*SCHEDULE_CONFLICTS, *SERVER_CONFLICTS, *TRAINING_CONFLICTS, *START_CONFLICTS)
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
 LISTED = {**SERVER, "vllm_server_base_url": "", "vllm_server_list": "l.json"}
 TAIL = {**SERVER, "vllm_tail_server_url": "http://t:1", "tail_switch_at": 4}
@@ -184,6 +188,12 @@ def test_refused(fields, words):
 def test_refused_with_another_value(fields, words):
     with pytest.raises(ConfigurationError, match=words):
         config(**fields)
+
+
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: f"{row.fields} {row.rule}"[:60])
+def test_a_conflict_names_fields_and_properties(row):
+    named = {name for _, name, _, _ in Formatter().parse(row.rule) if name}
+    assert [name for name in (*row.fields.split(), *named) if not hasattr(DARTSGRPOConfig, name)] == []
 
 
 @pytest.mark.parametrize("name", [name for cls in OWN_CLASSES for name in cls.__annotations__])

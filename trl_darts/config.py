@@ -89,7 +89,8 @@ TRAINING_CONFLICTS = (
              "Leave them out, or change that."),
     Conflict("generation_kwargs",
              lambda s: not s.use_vllm and s.schedule != "grpo" and not ENDS.isdisjoint(s.generation_kwargs),
-             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: the model's are used",
+             "must not have `stop_strings` or `eos_token_id` with {schedule} and {use_vllm}: a completion is "
+             "complete at an end-of-sequence token of the model",
              "Set them in its `generation_config`, set `schedule='grpo'`, or use vLLM with `stop`."),
     Conflict("vllm_structured_outputs_regex generation_kwargs", lambda s: s.keeps_tokens and s.not_carried,
              "does not run with {schedule}, which continues completions in new requests: it would start again there",
@@ -101,7 +102,7 @@ TRAINING_CONFLICTS = (
     # Streams
     Conflict("stream_batch_tokens stream_chunk_tokens", lambda s: s.stream_batch_tokens < s.stream_chunk_tokens,
              "leaves no room for a chunk in a pass: {stream_batch_tokens} must be at least {stream_chunk_tokens}"),
-    Conflict("stream_logprobs stream_rewards", lambda s: not s.uses_servers,
+    Conflict("stream_logprobs stream_rewards stream_training", lambda s: not s.uses_servers,
              "only has an effect with vLLM servers: an in-process engine leaves no time for it",
              "Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."),
     Conflict("stream_chunk_tokens stream_batch_tokens stream_cache_gib", lambda s: not s.stream_logprobs,
@@ -114,9 +115,6 @@ TRAINING_CONFLICTS = (
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
              "does not run with {rollout_ahead}: the model trains while candidates decode"),
     # Waves
-    Conflict("stream_training", lambda s: not s.uses_servers,
-             "only has an effect with vLLM servers: an in-process engine leaves no time for it",
-             "Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."),
     Conflict("stream_training",
              lambda s: s.steps_per_generation != s.gradient_accumulation_steps or s.num_iterations > 1,
              "needs one optimizer step per batch: {steps_per_generation} must be {gradient_accumulation_steps}, and "
