@@ -58,6 +58,20 @@ def test_the_training_loop_takes_its_items_from_the_iterator_that_we_look_ahead_
     )
 
 
+def test_the_loss_reads_its_correction_after_its_log_probs():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    places = [source.find(text) for text in ("._get_per_token_logps_and_", '.get("old_', '["importance_sampling_')]
+    assert -1 < places[0] < places[1] < places[2], (
+        "GRPOTrainer._compute_loss must compute log-probs, take them for missing `old_per_token_logps`, and then read "
+        "`importance_sampling_ratio`, which we add in between"
+    )
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    first = source[source.index("self._get_per_token_logps_and_entropies(") :]
+    assert first.split()[1] == "self.model,", (
+        "GRPOTrainer._generate_and_score_completions must ask for the policy's log-probs first: we leave them out"
+    )
+
+
 def test_sampler_draws_one_order_per_epoch_from_a_generator_of_its_own():
     sampler = RepeatSampler(list(range(12)), mini_repeat_count=1, shuffle=True, seed=3)
     first, second = list(sampler), list(sampler)

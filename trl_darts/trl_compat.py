@@ -53,9 +53,8 @@ HOOKS = {
         "_generate": ("prompts",),
         "_generate_and_score_completions": ("inputs",),
         "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
-        "_get_per_token_logps_and_entropies": (
-            *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
-        ),
+        # Older versions pass the other arguments on to another method.
+        "_get_per_token_logps_and_entropies": ("model",),
         "_get_train_sampler": ("dataset",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
         "_load_rng_state": ("checkpoint",),

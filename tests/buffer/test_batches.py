@@ -74,7 +74,7 @@ def test_each_prompt_is_trained_on_once_per_epoch(server, model_dir, tmp_path, n
 
 def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp_path):
     """Without learning, all policies are the same: the ratio of every token is 1, whichever step sampled it."""
-    args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=0.0)
+    args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=0.0, reuse_logprobs=False)
     trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
     batches = record_batches(trainer)
     trainer.train()
@@ -88,7 +88,7 @@ def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp
 
 def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
     """New tokens have a ratio of 1, and old ones have not: each was sampled where the record says."""
-    args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3)
+    args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3, reuse_logprobs=False)
     trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
     ages, batches = record_ages(trainer), record_batches(trainer)
     trainer.train()

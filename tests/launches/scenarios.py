@@ -182,23 +182,39 @@ def train_like_trl(model_dir: Path, out: Path, url: str | None, schedule: str | 
     return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
 
 
-def trim_padding(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
-    """How far two steps with padding and without are apart, over how far they moved the parameters."""
-    rank = os.environ["RANK"]
-    own, states = make_model(out / f"model{rank}"), [load_file(out / f"model{rank}" / "model.safetensors")]
-    fields = {"per_device_train_batch_size": 2, "ds3_gather_for_generation": False, "beta": 0.1, "num_iterations": 2}
-    logs, fields = [], {**fields, "train_dataset": rows_of_prompts(least=30)}
-    for trims in (False, True):
-        trainer, _ = trained_on_given(own, out / f"trims {trims}", trims, **fields)
-        trainer.save_model(str(out / f"trims {trims}"))
+def compared(out: Path, *ways: dict[str, Any], **fields: Any) -> tuple[dict[str, Any], Any]:
+    """
+    Two steps in each of two ways: how far they are apart, over how far they moved the parameters, and their logs. Also
+    the last trainer.
+    """
+    own = out.parent / f"model{os.environ['RANK']}"
+    if not own.exists():  # in the first scenario: trainers with shards change how later models are built and saved
+        make_model(own)
+    states, logs = [load_file(own / "model.safetensors")], []
+    for number, way in enumerate(ways):
+        trainer, _ = trained_on_given(own, out / f"way{number}", **way, ds3_gather_for_generation=False, **fields)
+        trainer.save_model(str(out / f"way{number}"))
         trainer.accelerator.wait_for_everyone()
-        states.append(load_file(out / f"trims {trims}" / "model.safetensors"))
-        logs.append([line["darts/train/padding_ratio"] for line in trainer.state.log_history[:-1:2]])
+        states.append(load_file(out / f"way{number}" / "model.safetensors"))
+        logs.append(trainer.state.log_history[:-1])
+    before, whole, other = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in states)
+    apart, moved = (other - whole).norm().item(), (whole - before).norm().item()
+    return {"moved": moved, "apart": apart / moved, "logs": logs}, trainer
+
+
+def trim_padding(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    fields = {"per_device_train_batch_size": 2, "beta": 0.1, "num_iterations": 2}
+    ways = [{"trims": trims} for trims in (False, True)]
+    found, trainer = compared(out, *ways, train_dataset=rows_of_prompts(least=30), **fields)
     shared = trainer._trimming.shared
     assert shared is None if trainer._dist.is_zero3 else set(shared._fits.values()) == {True}
-    before, whole, trimmed = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in states)
-    apart, moved = (trimmed - whole).norm().item(), (whole - before).norm().item()
-    return {"moved": moved, "apart": apart / moved, "padding": logs}
+    return found
+
+
+def reuse_logprobs(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    fields = {"per_device_train_batch_size": 2, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate"}
+    ways = [{"trims": reuses, "reuses": reuses} for reuses in (False, True)]
+    return compared(out, *ways, sampler=True, train_dataset=rows_of_prompts(least=30), **fields)[0]
 
 
 # Six rows on each process: the second of three groups straddles both. `target_redundancy` at its bound: every group is
@@ -219,6 +235,7 @@ STREAMED = {
 BACKENDS: dict[str, dict[str, Play]] = {
     "ddp": {
         "trimmed": trim_padding,
+        "reused": reuse_logprobs,
         "transformers": train,
         "continuous batching": partial(train, engine="continuous_batching", **PRUNED),
         "broken process": partial(train, breaks_on=1),
@@ -264,6 +281,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
     },
     "fsdp2": {
         "trimmed": trim_padding,
+        "reused": reuse_logprobs,
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,
@@ -273,6 +291,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
         "trimmed": trim_padding,
+        "reused": reuse_logprobs,
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,

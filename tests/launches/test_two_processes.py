@@ -11,6 +11,7 @@ import pytest
 
 from tests.launches.scenarios import MULTIPLY
 from tests.test_length_recorder import check_traces
+from trl_darts.training.reused_logprobs import METRICS
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.xdist_group("launches")]
@@ -107,7 +108,20 @@ def test_trimmed_padding(launches, backend):
     for rank in launches(backend, "trimmed"):
         assert rank["apart"] < 1e-5
         assert rank["moved"] > 0
-        assert np.mean(rank["padding"][1]) < (0.9 if "zero3" in backend else 0.6) * np.mean(rank["padding"][0])
+        whole, trimmed = ([line["darts/train/padding_ratio"] for line in log[::2]] for log in rank["logs"])
+        assert np.mean(trimmed) < (0.9 if "zero3" in backend else 0.6) * np.mean(whole)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "deepspeed_zero3"])
+def test_reused_logprobs(launches, backend):
+    """Rows of the processes differ in their ratios. Metrics are over both."""
+    for rank in launches(backend, "reused"):
+        assert rank["apart"] < 1e-5
+        assert rank["moved"] > 0
+        whole, reused = ([{name: line[name] for name in METRICS} for line in log] for log in rank["logs"])
+        assert len(whole) == 2
+        for line, other in zip(whole, reused, strict=True):
+            assert other == pytest.approx(line, rel=1e-4)
 
 
 @pytest.mark.vllm

@@ -21,11 +21,12 @@ from tests.trl_parity import common
 from trl_darts.errors import ConfigurationError
 from trl_darts.training import reused_logprobs as module
 from trl_darts.training.reused_logprobs import METRICS, OLD, RATIO, SAMPLED, ReusedLogprobs
+from trl_darts.trl_compat import has_fused_lm_head
 
 
+LONG = rows_of_prompts(least=30)  # worth sharing
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SEVERAL_VERSIONS = {"two optimizer steps per generation", "windows that straddle"}
-ALL = {"trims": True, "share_prompts": True, "train_dataset": rows_of_prompts(least=30)}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,9 @@ def difference(model_dir: Path, tmp_path: Path, **settings: Any) -> tuple[float,
     Returns the difference by reusing log-probs relative to the change of the parameters, and our trainer. Both have
     logged the same.
     """
-    ours = {"trims": False, **{name: settings.pop(name) for name in ("trims", "share_prompts") if name in settings}}
+    trims = settings.pop("trims", False)
     whole, before = trained(model_dir, tmp_path / "whole", False, **settings)
-    reused, _ = trained(model_dir, tmp_path / "reused", reuses=None, **ours, **settings)
+    reused, _ = trained(model_dir, tmp_path / "reused", trims, reuses=None, **settings)
     after, found = dict(whole.model.named_parameters()), dict(reused.model.named_parameters())
     moved = torch.cat([(after[name] - value).flatten() for name, value in before.items()]).norm()
     apart = torch.cat([(after[name] - found[name]).flatten() for name in before]).norm()
@@ -88,7 +89,9 @@ def test_same_parameters_and_metrics(lm, tmp_path, passes, setting):
 @pytest.mark.parametrize("mode", MODES)
 def test_with_trimmed_rows_and_shared_prompts(lm, tmp_path, mode):
     fields = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2, "beta": 0.1}
-    assert difference(lm, tmp_path, sampler=True, **ALL, **fields)[0] < TOLERANCE
+    apart, trainer = difference(lm, tmp_path, trims=True, sampler=True, train_dataset=LONG, **fields)
+    assert apart < TOLERANCE
+    assert (trainer._trimming.shared is not None) == has_fused_lm_head()
 
 
 @pytest.mark.parametrize(

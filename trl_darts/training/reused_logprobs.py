@@ -74,8 +74,9 @@ class ReusedLogprobs:
         skipped: list[Any] = []
 
         def compute_others(model: Any, ids: torch.Tensor, mask: torch.Tensor, columns: int, **inputs: Any) -> Any:
-            # The policy is first, before the reference model. Filler rows count in TRL's metrics, but not in the loss.
-            if skipped or trainer._batch.fillers:
+            # TRL asks for the policy's before those of the reference model, and without entropies, unlike the check of
+            # the servers' weights. Filler rows count in TRL's metrics, but not in the loss.
+            if skipped or inputs.get("compute_entropy") or trainer._batch.fillers:
                 return compute(model, ids, mask, columns, **inputs)
             skipped.append(model)
             return torch.zeros(len(ids), columns, device=ids.device), None, None
