@@ -81,7 +81,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
     [
         ({"max_num_generations": 6}, r"`max_num_generations` \(6\) must be at least `num_generations` \(8\)"),
         ({"redundancy_cost_weight": 0.1}, r"`redundancy_cost_weight` \(0.1\) needs `latency_curve`"),
-        ({"weight_sync": "gloo"}, r"`weight_sync` \('gloo'\) must be one of 'auto', 'nccl', 'filesystem'"),
+        ({"weight_sync": "gloo"}, r"`weight_sync` \('gloo'\) must be one of 'auto', 'nccl', 'filesystem', 'adapter'"),
         (
             {"schedule": "partial_rollout", "vllm_structured_outputs_regex": "a+"},
             r"`vllm_structured_outputs_regex` \('a\+'\) does not run with `schedule` \('partial_rollout'\)",

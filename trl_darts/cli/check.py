@@ -23,7 +23,7 @@ def check(
         typer.Argument(help="Addresses with commas, or a value of `vllm_server_list`: a file, a directory, ray:NAME."),
     ],
     weight_sync: Annotated[
-        str, typer.Option(help="How the trainer will send weights: auto, nccl or filesystem.", metavar="WAY")
+        str, typer.Option(help="How the trainer will send weights: auto, nccl, filesystem or adapter.", metavar="WAY")
     ] = "auto",
     weight_sync_dir: Annotated[
         Path | None, typer.Option(help="Directory for weights as files. Default: one on this machine.", metavar="DIR")

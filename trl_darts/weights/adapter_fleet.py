@@ -1,0 +1,118 @@
+"""
+Syncs weights as LoRA adapters. Each version is an adapter of its own, which requests name.
+
+```
+gather ──▶ write v12 ──▶ each server: unload what nobody names ──▶ load RUN-v12 ──▶ new requests name RUN-v12
+```
+
+No server is paused: what has begun ends under the version that it began with, so each answer between two losses of a
+server is of one policy. vLLM's prefix cache tells adapters apart.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..engines.pool import Member, ServerPool
+from ..engines.vllm_server import VLLMServerEngine
+from ..errors import WeightSyncError
+from . import calls
+from .adapter import Adapter
+from .files import WeightDirectory
+from .fleet import FleetVLLMClient, is_there
+from .update import WeightUpdate
+
+
+class AdapterUpdate(WeightUpdate):
+    """Loads a version of an adapter on some servers. A server that fails leaves the update, as with whole weights."""
+
+    async def __aenter__(self) -> AdapterUpdate:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            if self.before_resume is not None:
+                await self.each(self.before_resume)
+            self.updated = self.alive
+
+
+class AdapterFleet(FleetVLLMClient):
+    """
+    Updates the servers of an engine to the trainer's adapter.
+
+    A server that fails does not affect the others; it is lost until it answers again. The pool's `version` is the
+    number of the last sync. The servers' own weights never change.
+    """
+
+    def __init__(self, engine: VLLMServerEngine, directory: WeightDirectory) -> None:
+        super().__init__(engine, directory)
+        self._files = directory
+
+    def try_zeros(self, adapter: Adapter) -> None:
+        """Loads an adapter without an effect on all servers, and unloads it. Raises if one of them can't load it."""
+        path = self._files.write_adapter(0, adapter.zeros(), adapter.config)
+        name = f"{self._files.name}-trial"
+
+        async def try_on(member: Member) -> None:
+            await calls.resume(member.server)  # a trainer that was killed may have left it paused
+            await load(member, name, self._files, path)
+            await calls.unload_adapters(member.server, [name])
+
+        async def try_all() -> None:
+            for member in (await self._engine.pool()).members.values():
+                await try_on(member)
+
+        try:
+            self._engine.call(try_all())
+        finally:
+            self._files.keep_only([])
+
+    def update_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        """Updates all servers to a new version."""
+        version = self._engine.call(self._next_version())
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._files.write_adapter(version, tensors, config)
+        self._files.keep_only({version} | self._engine.call(self._load_version(version)))
+
+    async def _load_version(self, version: int) -> set[int]:
+        """Loads a version on all servers. Returns the versions before that are still in use."""
+        pool = await self._engine.pool()
+        async with self._update(is_there) as update:
+            await update.each(lambda member: load_version(pool, member, version, self._files))
+        return set().union(*(pool.versions_on(url) for url in pool.members))
+
+    def _begin(self, pool: ServerPool, members: dict[str, Member]) -> WeightUpdate:
+        return AdapterUpdate(members, pool.version, pool.report_adapter)
+
+
+async def load(member: Member, name: str, files: WeightDirectory, path: Any) -> None:
+    """Loads an adapter on a server, which reads its file or gets it over HTTP."""
+    server = member.server
+    is_read = files.can_be_read_by(server.base_url)
+    await calls.load_adapter(server, name, str(path) if is_read else await calls.upload_adapter(server, name, path))
+
+
+async def load_version(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> None:
+    """Loads a version on a server unless it has it. Older ones that no request names are unloaded before."""
+    path, name = files.path(version), member.model_name(version)
+    if path is None or name is None:
+        raise WeightSyncError(f"The adapter of version {version} has no file.")
+    loaded = await calls.adapters(member.server)
+    named = {member.model_name(used) for used in pool.versions_on(member.server.base_url)}
+    own = {other for other in loaded if other.startswith(f"{member.adapter}-v")}
+    await calls.unload_adapters(member.server, own - named - {name})
+    if name not in loaded:
+        await load(member, name, files, path)
+
+
+async def refresh_adapter(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> bool:
+    """Loads a version on a server that has reconnected or is new. Returns whether the server has it."""
+    await calls.resume(member.server)  # a trainer that was killed may have left it paused
+    if version:
+        await load_version(pool, member, version, files)
+    return True
