@@ -25,6 +25,7 @@ from trl_darts.engines.vllm_api import VLLMServer
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.command import ADAPTERS
 from trl_darts.weights import calls
+from trl_darts.weights.adapter import Adapter
 from trl_darts.weights.files import WeightDirectory
 
 
@@ -152,6 +153,18 @@ def test_refused_before_the_first_step(lora_server, model_dir, tmp_path, fields,
     args = server_args(tmp_path, lora_server, weight_sync="adapter", **fields)
     with pytest.raises(ConfigurationError, match=rf"`weight_sync` \('adapter'\).*{message}"):
         make_trainer(model_dir, args, peft_config=config)
+
+
+def test_layers_that_a_server_would_not_use(lora_server, model_dir, tmp_path, monkeypatch):
+    """vLLM only checks the last part of a layer's name, and leaves out layers that it does not have."""
+    zeros = Adapter.zeros
+    renamed = {"base_model.model.model.layers.0": "base_model.model.model.visual.blocks.0"}
+    ((old, new),) = renamed.items()
+    monkeypatch.setattr(Adapter, "zeros", lambda self: {k.replace(old, new): v for k, v in zeros(self).items()})
+    args = server_args(tmp_path, lora_server, weight_sync="adapter")
+    with pytest.raises(ConfigurationError, match=r"does not use \d+ of the adapter's layers, such as model.visual"):
+        make_trainer(model_dir, args, peft_config=LORA)
+    assert not any("trial" in name for name in loaded(lora_server))
 
 
 def test_merged_where_it_is_no_plain_adapter(lora_server, model_dir, tmp_path, caplog):

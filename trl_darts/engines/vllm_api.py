@@ -19,7 +19,7 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
-from ..weights.plugin import NUM_OUTPUTS, PROBE
+from ..weights.plugin import NUM_OUTPUTS, PROBE, UNUSED
 from .addresses import key_of
 from .waiting import Deadlines
 
@@ -251,6 +251,11 @@ class VLLMServer:
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter, which no request may name."""
         await self._do("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+
+    async def unused_layers(self) -> set[str]:
+        """Returns the layers of loaded adapters that the server does not use. Needs our plugin."""
+        answers = (await self.post("/collective_rpc", {"method": UNUSED})).get("results", [])
+        return {name for answer in answers for name in answer}
 
     async def upload_adapter(self, name: str, path: Path, timeout_s: float) -> str | None:
         """

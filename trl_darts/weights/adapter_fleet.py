@@ -61,7 +61,10 @@ class AdapterFleet(FleetVLLMClient):
         async def try_on(member: Member) -> None:
             await calls.resume(member.server)  # a trainer that was killed may have left it paused
             await load(member, name, self._files, path)
-            await calls.unload_adapters(member.server, [name])
+            try:
+                await calls.check_layers(member.server)
+            finally:
+                await calls.unload_adapters(member.server, [name])
 
         async def try_all() -> None:
             for member in (await self._engine.pool()).members.values():

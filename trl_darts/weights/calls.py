@@ -132,6 +132,22 @@ async def upload_adapter(server: VLLMServer, name: str, path: Path) -> str:
     return found
 
 
+async def check_layers(server: VLLMServer) -> None:
+    """Raises if a server does not use all layers of its adapters."""
+    try:
+        unused = sorted(await _named(server, "/collective_rpc", server.unused_layers(), CONTROL_TIMEOUT_S))
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} has no trl_darts, or an older one, and only it tells whether all "
+            "layers of an adapter are used. Run `pip install -U trl-darts` in its environment, and restart it."
+        ) from error
+    if unused:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} does not use {len(unused)} of the adapter's layers, such as "
+            f"{unused[0]}. Leave them out with `target_modules` or `exclude_modules`."
+        )
+
+
 async def unload_adapters(server: VLLMServer, names: Iterable[str]) -> None:
     """Unloads adapters. A failure costs a slot, which the next sync tries to free again."""
     for name in names:

@@ -1,9 +1,10 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It fixes `reload_weights` for training, and speculative decoding, and tells how many tokens each request has. It never
-imports a module of vLLM before vLLM does, which would take seconds in each process, and bind kernels that the platform
-replaces later. It only warns if vLLM's interfaces differ, so that it does not break a server.
+It fixes `reload_weights` for training, and speculative decoding, and tells how many tokens each request has, and which
+layers of an adapter are not used. It never imports a module of vLLM before vLLM does, which would take seconds in each
+process, and bind kernels that the platform replaces later. It only warns if vLLM's interfaces differ, so that it does
+not break a server.
 """
 
 import functools
@@ -27,7 +28,8 @@ CORE_MODULE = "vllm.v1.engine.core"
 EXPERTS_MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # also the base of the CPU's and XPU's
 CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # only imported on a CPU
-NUM_OUTPUTS, PROBE = "trl_darts_num_outputs", "trl_darts_probe"  # methods of `/collective_rpc`
+# Methods of `/collective_rpc`.
+NUM_OUTPUTS, PROBE, UNUSED = "trl_darts_num_outputs", "trl_darts_probe", "trl_darts_unused_layers"
 
 logger = logging.getLogger("vllm.trl_darts")
 
@@ -68,12 +70,23 @@ def _patch_worker(module: ModuleType) -> None:
     reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
     module.Worker.reload_weights = reload_weights
     setattr(module.Worker, PROBE, _answer)
+    setattr(module.Worker, UNUSED, _unused_layers)
     notify_drafter(module.Worker)
 
 
 def _answer(worker: Any, **kwargs: Any) -> dict[str, Any]:
     """Tells a client what this plugin can do, and what `trl-darts check` asks."""
     return {**probe(**kwargs), "seeds": spares_generators(worker.model_runner)}
+
+
+def _unused_layers(worker: Any) -> list[str]:
+    """
+    Returns the layers of loaded adapters that vLLM leaves out without a message, because its model does not have them
+    under that name, or does not adapt them.
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    layers = {name for adapter in manager.list_adapters().values() for name in adapter.loras}
+    return sorted(layers - manager.modules.keys())
 
 
 def _count_outputs(module: ModuleType) -> None:
