@@ -12,11 +12,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.builders import make_args
 from tests.weights.probes import load_model
+from trl_darts.engines import VLLMServerEngine
 from trl_darts.engines.connection import num_versions, server_settings
 from trl_darts.engines.preflight import AdapterNeeds, AdapterRoom, adapter_room
+from trl_darts.engines.vllm_api import ServerRefusedError
+from trl_darts.errors import WeightSyncError
+from trl_darts.weights import calls
 from trl_darts.weights.adapter import Adapter, is_quantized, why_no_adapter
 from trl_darts.weights.files import WeightDirectory
 
@@ -120,6 +127,39 @@ def test_dtype_of_the_servers(tiny_model_dir):
     assert {t.dtype for t in Adapter(model, torch.float32).tensors(gather, CPU).values()} == {torch.bfloat16}
 
 
+def test_sharded_by_fsdp2(tiny_model_dir):
+    """Matrices are gathered. Two processes were tested by hand, as ZeRO-3's were."""
+    model = lora(tiny_model_dir, use_rslora=True)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param)
+    expected = Adapter(model).tensors(gather, CPU)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        assert any(isinstance(param, DTensor) for param in model.parameters())
+        assert why_no_adapter(model, fsdp_version=2) is None
+        found = Adapter(model).tensors(gather, CPU)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in expected.items()}
+
+
+def test_names_on_every_process():
+    """A process that only decodes later turns is told the version by the main one."""
+    engine = VLLMServerEngine(["http://a:1"])
+    engine.use_adapters("run")
+    member = engine.members["http://a:1"]
+    assert member.model_name(member.decodes_version) is None  # before the first sync, the server's own weights
+    engine.follow(3, {"http://a:1": True})
+    assert member.model_name(member.decodes_version) == "run-v3"
+    engine.follow(3, {"http://a:1": True, "http://b:1": True})  # a server that joins
+    assert engine.members["http://b:1"].model_name(3) == "run-v3"
+    engine.close()
+
+
 def test_quantized_weights_are_no_floats():
     layer = torch.nn.Linear(2, 2)
     assert not is_quantized(layer)
@@ -161,6 +201,17 @@ class Shown:
 
     async def weight_version(self):
         return self.version
+
+
+def test_server_without_our_plugin():
+    class Plain:
+        base_url = "http://a:1"
+
+        async def adapters_in_use(self):
+            raise ServerRefusedError("no such method", 500)
+
+    with pytest.raises(WeightSyncError, match="pip install -U trl-darts"):
+        asyncio.run(calls.check_plugin(Plain()))
 
 
 LORA = {"max_lora_rank": 8, "max_loras": 5}

@@ -85,6 +85,20 @@ def test_log_probs_are_the_trainers_own(lora_server, model_dir, tmp_path, caplog
         server_logprobs(lora_server, PROBE), model_logprobs(load_model(model_dir), PROBE), atol=MAX_ERROR, rtol=0
     )
     assert "is merged" not in caplog.text
+    trainer.vllm_generation.sync_weights()
+    own = trainer.vllm_generation.vllm_client.generate([PROBE], max_tokens=8)  # for a user's `rollout_func`
+    expected = model_logprobs(trainer.model.eval(), PROBE + own["completion_ids"][0])[len(PROBE) - 1 :]
+    torch.testing.assert_close(torch.tensor(own["logprobs"][0])[:, 0], expected, atol=MAX_DIFFERENCE, rtol=0)
+
+
+def test_adapters_of_runs_that_ended_are_unloaded(lora_server, model_dir, tmp_path):
+    trainer, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
+    ended = trainer.vllm_generation.settings.adapters
+    assert f"{ended.name}-v1" in loaded(lora_server)
+    ended.close()
+    trainer, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
+    assert f"{trainer.vllm_generation.settings.adapters.name}-v1" in loaded(lora_server)
+    assert f"{ended.name}-v1" not in loaded(lora_server)
 
 
 def test_answers_keep_the_version_that_they_began_with(lora_server, model_dir, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
-from ..weights.plugin import NUM_OUTPUTS, PROBE, UNUSED
+from ..weights.plugin import IN_USE, NUM_OUTPUTS, PROBE, UNUSED
 from .addresses import key_of
 from .waiting import Deadlines
 
@@ -239,10 +239,10 @@ class VLLMServer:
 
     # LoRA adapters. Each is a model of its own, which requests name
 
-    async def adapters(self) -> set[str]:
-        """Returns the names of the loaded adapters."""
+    async def adapters(self) -> dict[str, str]:
+        """Returns the loaded adapters' names, with the directories from which they were loaded."""
         models = (await self.get("/v1/models") or {}).get("data", [])
-        return {model["id"] for model in models if model.get("parent") is not None}
+        return {model["id"]: model["root"] for model in models if model.get("parent") is not None}
 
     async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
         """Loads an adapter from a directory that the server can read. Running requests continue meanwhile."""
@@ -254,7 +254,14 @@ class VLLMServer:
 
     async def unused_layers(self) -> set[str]:
         """Returns the layers of loaded adapters that the server does not use. Needs our plugin."""
-        answers = (await self.post("/collective_rpc", {"method": UNUSED})).get("results", [])
+        return await self._names(UNUSED)
+
+    async def adapters_in_use(self) -> set[str]:
+        """Returns the adapters that unfinished requests decode with, of any client. Needs our plugin."""
+        return await self._names(IN_USE)
+
+    async def _names(self, method: str) -> set[str]:
+        answers = (await self.post("/collective_rpc", {"method": method})).get("results", [])
         return {name for answer in answers for name in answer}
 
     async def upload_adapter(self, name: str, path: Path, timeout_s: float) -> str | None:

@@ -11,17 +11,21 @@ server is of one policy. vLLM's prefix cache tells adapters apart.
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from ..engines.addresses import is_this_machine
 from ..engines.pool import Member, ServerPool
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import WeightSyncError
 from . import calls
 from .adapter import Adapter
-from .files import WeightDirectory
+from .files import PREFIX, WeightDirectory
 from .fleet import FleetVLLMClient, is_there
 from .update import WeightUpdate
 
@@ -60,6 +64,8 @@ class AdapterFleet(FleetVLLMClient):
 
         async def try_on(member: Member) -> None:
             await calls.resume(member.server)  # a trainer that was killed may have left it paused
+            await calls.check_plugin(member.server)
+            await unload_abandoned(member)
             await load(member, name, self._files, path)
             try:
                 await calls.check_layers(member.server)
@@ -83,34 +89,53 @@ class AdapterFleet(FleetVLLMClient):
         self._files.keep_only({version} | self._engine.call(self._load_version(version)))
 
     async def _load_version(self, version: int) -> set[int]:
-        """Loads a version on all servers. Returns the versions before that are still in use."""
-        pool = await self._engine.pool()
+        """Loads a version on all servers. Returns the older versions that one of them still has."""
+        pool, older = await self._engine.pool(), set()
+
+        async def load_on(member: Member) -> None:
+            older.update(await load_version(pool, member, version, self._files))
+
         async with self._update(is_there) as update:
-            await update.each(lambda member: load_version(pool, member, version, self._files))
-        return set().union(*(pool.versions_on(url) for url in pool.members))
+            await update.each(load_on)
+        return older
 
     def _begin(self, pool: ServerPool, members: dict[str, Member]) -> WeightUpdate:
         return AdapterUpdate(members, pool.version, pool.report_adapter)
 
 
-async def load(member: Member, name: str, files: WeightDirectory, path: Any) -> None:
+async def load(member: Member, name: str, files: WeightDirectory, path: Path) -> None:
     """Loads an adapter on a server, which reads its file or gets it over HTTP."""
     server = member.server
     is_read = files.can_be_read_by(server.base_url)
     await calls.load_adapter(server, name, str(path) if is_read else await calls.upload_adapter(server, name, path))
 
 
-async def load_version(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> None:
-    """Loads a version on a server unless it has it. Older ones that no request names are unloaded before."""
-    path, name = files.path(version), member.model_name(version)
-    if path is None or name is None:
+async def unload_abandoned(member: Member) -> None:
+    """Unloads the adapters of ended runs, whose files are gone, on a server of this machine."""
+    if not is_this_machine(urlsplit(member.server.base_url).hostname or ""):
+        return
+    loaded, used = await asyncio.gather(calls.adapters(member.server), calls.adapters_in_use(member.server))
+    gone = [name for name, path in loaded.items() if name.startswith(PREFIX) and not Path(path).exists()]
+    await calls.unload_adapters(member.server, [name for name in gone if name not in used])
+
+
+async def load_version(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> set[int]:
+    """
+    Loads a version on a server unless it has it. Older ones are unloaded before, but not those that requests name, or
+    could name while a rollout runs. Returns these.
+    """
+    server, path = member.server, files.path(version)
+    if path is None:
         raise WeightSyncError(f"The adapter of version {version} has no file.")
-    loaded = await calls.adapters(member.server)
-    named = {member.model_name(used) for used in pool.versions_on(member.server.base_url)}
-    own = {other for other in loaded if other.startswith(f"{member.adapter}-v")}
-    await calls.unload_adapters(member.server, own - named - {name})
-    if name not in loaded:
+    loaded, used = await asyncio.gather(calls.adapters(server), calls.adapters_in_use(server))
+    names = [member.model_name(other) for other in range(version + 1)]
+    kept = pool.versions_on(server.base_url) | {other for other in range(version) if names[other] in used}
+    idle = [name for other, name in enumerate(names[:-1]) if name in loaded and other not in kept]
+    await calls.unload_adapters(server, filter(None, idle))
+    name = names[version]
+    if name is not None and name not in loaded:
         await load(member, name, files, path)
+    return kept
 
 
 async def refresh_adapter(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> bool:

@@ -132,15 +132,20 @@ async def upload_adapter(server: VLLMServer, name: str, path: Path) -> str:
     return found
 
 
-async def check_layers(server: VLLMServer) -> None:
-    """Raises if a server does not use all layers of its adapters."""
+async def check_plugin(server: VLLMServer) -> None:
+    """Raises if a server can't tell what must be known of its adapters."""
     try:
-        unused = sorted(await _named(server, "/collective_rpc", server.unused_layers(), CONTROL_TIMEOUT_S))
+        await adapters_in_use(server)
     except WeightSyncError as error:
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} has no trl_darts, or an older one, and only it tells whether all "
             "layers of an adapter are used. Run `pip install -U trl-darts` in its environment, and restart it."
         ) from error
+
+
+async def check_layers(server: VLLMServer) -> None:
+    """Raises if a server does not use all layers of its adapters."""
+    unused = sorted(await _named(server, "/collective_rpc", server.unused_layers(), CONTROL_TIMEOUT_S))
     if unused:
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} does not use {len(unused)} of the adapter's layers, such as "
@@ -157,8 +162,13 @@ async def unload_adapters(server: VLLMServer, names: Iterable[str]) -> None:
             logger.debug("%s did not unload %s: %s", server.base_url, name, error)
 
 
-async def adapters(server: VLLMServer) -> set[str]:
-    """Returns the names of the adapters that a server has loaded."""
+async def adapters_in_use(server: VLLMServer) -> set[str]:
+    """Returns the adapters that a server's requests decode with, also those which it has not noticed the end of."""
+    return await _named(server, "/collective_rpc", server.adapters_in_use(), CONTROL_TIMEOUT_S)
+
+
+async def adapters(server: VLLMServer) -> dict[str, str]:
+    """Returns the names of the adapters that a server has loaded, with their directories."""
     return await _named(server, "/v1/models", server.adapters(), CONTROL_TIMEOUT_S)
 
 
