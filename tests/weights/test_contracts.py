@@ -159,6 +159,16 @@ def test_vllm_routes_completions_by_rank():
     assert "data_parallel_rank = self._get_data_parallel_rank(raw_request)" in source(serving), name
 
 
+def test_trl_gathers_parameters():
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    name = hook("VLLMGeneration._dist", "SyncedGeneration")
+    assert "self._dist = DistributedBackend(accelerator)" in source(VLLMGeneration.__init__), name
+    assert list(inspect.signature(DistributedBackend.gather_params).parameters) == ["self", "params"], name
+    assert "self._dist.fsdp_version == 1" in source(VLLMGeneration._iter_fsdp_params), name
+
+
 def test_vllm_adapters():
     from vllm.config.lora import MaxLoRARanks
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels

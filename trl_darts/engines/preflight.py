@@ -110,7 +110,7 @@ class ServerFacts:
     drafts: bool = False  # whether it uses speculative decoding
     max_num_seqs: int | None = None  # sequences decoded at once
     dtype: str | None = None  # of its weights, as torch writes it; `None` if unknown, or if servers differ
-    adapters: AdapterRoom = AdapterRoom(missing="it is no vLLM server")
+    adapters: AdapterRoom = AdapterRoom(missing="whether it loads LoRA adapters is not known")
 
     def check_like(self, url: str, others: "ServerFacts") -> None:
         """Raises [`ConfigurationError`] if the server at `url`, which has these facts, can't replace others."""

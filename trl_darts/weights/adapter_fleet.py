@@ -73,8 +73,7 @@ class AdapterFleet(FleetVLLMClient):
                 await calls.unload_adapters(member.server, [name])
 
         async def try_all() -> None:
-            for member in (await self._engine.pool()).members.values():
-                await try_on(member)
+            await asyncio.gather(*map(try_on, (await self._engine.pool()).members.values()))
 
         try:
             self._engine.call(try_all())
@@ -142,5 +141,6 @@ async def refresh_adapter(pool: ServerPool, member: Member, version: int, files:
     """Loads a version on a server that has reconnected or is new. Returns whether the server has it."""
     await calls.resume(member.server)  # a trainer that was killed may have left it paused
     if version:
+        await calls.check_plugin(member.server)
         await load_version(pool, member, version, files)
     return True
