@@ -28,6 +28,7 @@ from trl_darts.weights.adapter import Adapter, is_quantized, why_no_adapter
 from trl_darts.weights.files import WeightDirectory
 
 
+pytestmark = pytest.mark.vllm  # TRL's client wants vLLM importable
 CPU = torch.device("cpu")
 
 

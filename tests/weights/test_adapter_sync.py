@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from benchmarks.vllm_server import start_vllm_server
 from tests.builders import letters_dataset, make_trainer, record_batches, rollout_logs
@@ -127,6 +128,34 @@ def test_answers_keep_the_version_that_they_began_with(lora_server, model_dir, t
     assert max(most) <= 5
 
 
+class TrainsInBetween(TrainerCallback):
+    """Runs another training after the first step, to its end."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.other.train()
+
+
+def test_two_runs_share_a_server(lora_server, model_dir, tmp_path):
+    """Each has its own adapters, which the other one's syncs leave alone."""
+    trainers, batches = [], []
+    for name, rate in (("a", 3e-3), ("b", 1e-2)):
+        args = server_args(tmp_path / name, lora_server, weight_sync="adapter", learning_rate=rate)
+        trainers.append(make_trainer(model_dir, args, peft_config=LORA))
+        batches.append(record_batches(trainers[-1]))
+    first, second = trainers
+    first.add_callback(TrainsInBetween(second))
+    first.train()
+    for own in batches:
+        assert (len(own), max_gap(own) < MAX_DIFFERENCE) == (3, True)
+    for trainer in trainers:
+        run = trainer.vllm_generation.settings.adapters.name
+        assert {name for name in loaded(lora_server) if name.startswith(run)} == {f"{run}-v3"}
+
+
 def test_server_on_another_machine_gets_the_file(lora_server, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(WeightDirectory, "can_be_read_by", lambda self, url: False)
     _, batches = served_run(lora_server, model_dir, tmp_path, weight_sync="adapter")
@@ -184,7 +213,14 @@ def test_layers_that_a_server_would_not_use(lora_server, model_dir, tmp_path, mo
 def test_merged_where_it_is_no_plain_adapter(lora_server, model_dir, tmp_path, caplog):
     """Last, because the server has other weights of its own then."""
     config = dataclasses.replace(LORA, r=16)
-    trainer = make_trainer(model_dir, server_args(tmp_path, lora_server, learning_rate=3e-3), peft_config=config)
+    args = server_args(tmp_path, lora_server, learning_rate=3e-3)
+    other = served_run(lora_server, model_dir, tmp_path, max_steps=1)  # its files stay as long as it does
+    with pytest.raises(ConfigurationError, match=r"has the LoRA adapter 'trl_darts-.*' of another run"):
+        make_trainer(model_dir, args, peft_config=config)
+    del other
+    for name in loaded(lora_server):
+        lora_server._ask("/v1/unload_lora_adapter", json.dumps({"lora_name": name}).encode(), 30)
+    trainer = make_trainer(model_dir, args, peft_config=config)
     batches = record_batches(trainer)
     trainer.train()
     assert "is merged into the model" in caplog.text

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, WeightSyncError
 from ..trl_compat import VLLMGeneration, grpo_trainer, replaced
 from ..weights import SyncRecord
 from ..weights.adapter import Adapter, is_quantized, why_no_adapter
-from ..weights.adapter_fleet import AdapterFleet
+from ..weights.adapter_fleet import AdapterFleet, check_own
 from ..weights.client import image_features
 from ..weights.files import WeightDirectory
 from ..weights.fleet import FleetVLLMClient
@@ -83,6 +83,7 @@ class SyncedGeneration(VLLMGeneration):
     def _connect(self) -> Any:
         run = self._send_adapters()
         if run is None:
+            self.engine.query(check_own)
             self.vllm_client = FleetVLLMClient(
                 self.engine,
                 self.settings.directory,

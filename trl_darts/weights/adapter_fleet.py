@@ -21,8 +21,9 @@ import torch
 
 from ..engines.addresses import is_this_machine
 from ..engines.pool import Member, ServerPool
+from ..engines.vllm_api import VLLMServer
 from ..engines.vllm_server import VLLMServerEngine
-from ..errors import WeightSyncError
+from ..errors import ConfigurationError, WeightSyncError
 from . import calls
 from .adapter import Adapter
 from .files import PREFIX, WeightDirectory
@@ -65,7 +66,8 @@ class AdapterFleet(FleetVLLMClient):
         async def try_on(member: Member) -> None:
             await calls.resume(member.server)  # a trainer that was killed may have left it paused
             await calls.check_plugin(member.server)
-            await unload_abandoned(member)
+            _, ended = await of_runs(member.server)
+            await calls.unload_adapters(member.server, ended)
             await load(member, name, self._files, path)
             try:
                 await calls.check_layers(member.server)
@@ -109,13 +111,28 @@ async def load(member: Member, name: str, files: WeightDirectory, path: Path) ->
     await calls.load_adapter(server, name, str(path) if is_read else await calls.upload_adapter(server, name, path))
 
 
-async def unload_abandoned(member: Member) -> None:
-    """Unloads the adapters of ended runs, whose files are gone, on a server of this machine."""
-    if not is_this_machine(urlsplit(member.server.base_url).hostname or ""):
+async def of_runs(server: VLLMServer) -> tuple[list[str], list[str]]:
+    """
+    Returns the adapters of running and of ended runs on a server. A run has ended if no request names its adapter and
+    its file is gone, which only a server of this machine tells.
+    """
+    loaded, used = await asyncio.gather(calls.adapters(server), calls.adapters_in_use(server))
+    is_here = is_this_machine(urlsplit(server.base_url).hostname or "")
+    own = {name: path for name, path in loaded.items() if name.startswith(PREFIX)}
+    ended = [name for name, path in own.items() if is_here and name not in used and not Path(path).exists()]
+    return [name for name in own if name not in ended], ended
+
+
+async def check_own(server: VLLMServer) -> None:
+    """Raises if other runs have adapters on a server, whose model whole weights would replace."""
+    if not await calls.adapters(server):
         return
-    loaded, used = await asyncio.gather(calls.adapters(member.server), calls.adapters_in_use(member.server))
-    gone = [name for name, path in loaded.items() if name.startswith(PREFIX) and not Path(path).exists()]
-    await calls.unload_adapters(member.server, [name for name in gone if name not in used])
+    running, _ = await of_runs(server)
+    if running:
+        raise ConfigurationError(
+            f"The vLLM server at {server.base_url} has the LoRA adapter {running[0]!r} of another run, and the whole "
+            "weights of this run would replace its model. Use separate servers, or restart it if no run uses it."
+        )
 
 
 async def load_version(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> set[int]:
