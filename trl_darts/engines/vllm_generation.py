@@ -117,10 +117,8 @@ class SyncedGeneration(VLLMGeneration):
             return name
         if required or is_quantized(self.model):
             given = "`weight_sync` ('adapter')" if required else "The model's quantized weights can't be merged, which"
-            remedy = "Or set `weight_sync='auto'`, which merges the adapter." if required else ""
-            raise ConfigurationError(
-                f"{given} needs a LoRA adapter that all servers load, and {why}. {remedy}".rstrip()
-            )
+            remedy = " Correct that, or set `weight_sync='auto'`, which sends whole weights then." if required else ""
+            raise ConfigurationError(f"{given} needs a LoRA adapter that all servers load, and {why}.{remedy}")
         logger.warning("The LoRA adapter is merged into the model, all of which is sent in each weight sync: %s.", why)
         return None
 
