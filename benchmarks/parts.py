@@ -295,6 +295,27 @@ def server_overhead(results: Path) -> str:
     return section("Client overhead", text, cells.table(header, rows))
 
 
+def adapters(results: Path) -> str:
+    lines = last(results, "adapters", "rank")
+    if not lines:
+        return ""
+    rows = []
+    for line in lines.values():
+        name = f"{line['num_parameters'] / 1e6:.3g} M, rank {line['rank']}"
+        for key, shown, unit in (
+            ("bytes", "MiB", 2**-20),
+            ("seconds", "sync (ms)", 1e3),
+            ("stall", "stall (ms)", 1e3),
+        ):
+            merged, adapter = ([unit * value for value in line[key][arm]] for arm in ("merged", "adapter"))
+            ratio = "–" if key == "stall" else cells.ratio(quotients(merged, adapter))
+            rows.append([name, shown, median(merged), median(adapter), ratio])
+    text = f"""
+        `python -m benchmarks.adapters`: weight syncs of a random model with an adapter of all linear layers, while an
+        answer decodes {origin(lines)}. Its stall is the longest pause between two tokens, beyond the usual one."""
+    return section("Adapters", text, cells.table(["parameters", "", "merged", "adapter", "merged ÷ adapter"], rows))
+
+
 def in_flight(results: Path) -> str:
     lines = last(results, "in_flight", "schedule", "kv")
     if not lines:

@@ -29,6 +29,7 @@ PARTS: tuple[Callable[[Path], str], ...] = (
     parts.decisions,
     parts.server_overhead,
     parts.in_flight,
+    parts.adapters,
     parts.drafts,
     parts.faults,
     parts.checkpoints,

@@ -86,7 +86,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
     [
         ({"max_num_generations": 6}, "must be at least `num_generations` (8). Raise it, or leave it unset for 2"),
         ({"redundancy_cost_weight": 0.1}, "needs `latency_curve`, which says what a candidate costs. Measure one"),
-        ({"weight_sync": "gloo"}, "must be one of 'auto', 'nccl', 'filesystem'."),
+        ({"weight_sync": "gloo"}, "must be one of 'auto', 'nccl', 'filesystem', 'adapter'."),
         ({"schedule": "partial_rollout", "vllm_structured_outputs_regex": "a+"}, "does not run with `schedule`"),
         ({**AHEAD, "schedule": "partial_rollout", "mask_stale_after": 1, "num_iterations": 2}, "would mask all"),
         ({**AHEAD, "stream_logprobs": True}, "does not run with `rollout_ahead` (1): the model trains while"),

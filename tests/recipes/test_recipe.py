@@ -126,6 +126,10 @@ def test_recipes_that_run(recipe, fields):
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, r"`vllm_tensor_parallel_size` \(2\) must divide the pro"),
         ({"use_vllm": True, "vllm_max_model_length": 100}, r"`vllm_max_model_length` \(100\) must be at least prompt"),
         ({"load_in_4bit": True}, r"`load_in_4bit` \(True\) needs `use_peft`"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "weight_sync": "adapter"},
+            r"`weight_sync` \('adapter'\) needs `use_peft`",
+        ),
         ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, r"`sync_ref_model` \(True\) does not run with `use"),
         # Errors of the config and the trainer.
         ({"max_num_generations": 2}, r"`max_num_generations` \(2\) must be at least `num_generations` \(4\)"),

@@ -12,6 +12,7 @@ from trl import TrlParser
 from trl_darts import DARTSGRPOConfig
 from trl_darts.engines.addresses import key_path
 from trl_darts.serving.command import (
+    ADAPTERS,
     MIDDLEWARE,
     ServerCommand,
     as_flags,
@@ -214,6 +215,25 @@ def test_where_the_key_is():
         assert keyed.api_key not in text
     for other in ({"api_key": "k"}, {"no_api_key": True}, {"host": "0.0.0.0"}):
         assert with_own_key(ServeOptions("M", **other)).own_key is None
+
+
+def test_servers_that_load_adapters(tmp_path):
+    command = one(CUDA, lora_rank=20, api_key="k", vllm_flags=["--max-loras", "9"])
+    assert "--enable-lora" in command.argv
+    assert value(command, "--max-lora-rank") == "32"  # a size that vLLM takes
+    assert [command.argv[i + 1] for i, flag in enumerate(command.argv) if flag == "--max-loras"] == ["5", "9"]
+    assert value(command, "--middleware") == ADAPTERS
+    module, _, name = ADAPTERS.rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    assert command.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--weight-transfer-config" in command.argv  # for adapters that must be merged
+    options = ServeOptions("M", lora_rank=20)
+    for config in read_by_the_trainer(trainer_arguments(options, CUDA, make_commands(options, CUDA, {})), tmp_path):
+        assert config.weight_sync == "adapter"
+    assert "--weight-transfer-config" not in one(CUDA, lora_rank=8, weight_sync="adapter").argv
+    plain = one(CPU)
+    assert not {"--enable-lora", "--max-loras"} & {*plain.argv}
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.env
 
 
 def test_gpus_that_are_left():

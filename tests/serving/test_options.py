@@ -73,6 +73,8 @@ def test_refused(model, vllm, settings, message):
         "--max_logprobs",
         "--weight-transfer-config.backend",
         "--weight-tr",
+        "--enable-lora",
+        "--max-lora-rank=8",
         "--api-key=s3cret",
         "--no-enable-prefix-caching",
         "--api-server-count",

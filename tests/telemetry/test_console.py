@@ -130,6 +130,12 @@ def test_the_first_line_has_the_settings_in_words(tmp_path, fields, expected):
     assert "\n" not in line
 
 
+def test_the_first_line_says_how_weights_are_sent(tmp_path):
+    args = make_args(tmp_path, **SERVER)
+    assert first_line(args).endswith("weights through files.")
+    assert first_line(args, sends_adapters=True).endswith("weights as LoRA adapters.")
+
+
 def test_columns_of_a_schedule_are_shown_with_it_alone(tmp_path, capsys):
     state = type("State", (), {"is_local_process_zero": True})()
     logs = {"darts/rollout/deferred_groups": 3.0, "darts/buffer/long_round": 0.0, "darts/buffer/waiting": 9.0}

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import get_args
 
 import pytest
+
+from trl_darts.weights import ADAPTER_RANKS
 
 
 pytestmark = pytest.mark.vllm
@@ -154,3 +157,34 @@ def test_vllm_routes_completions_by_rank():
     name = hook("X-data-parallel-rank", "trl_darts/weights/canary.py")
     assert '"X-data-parallel-rank"' in source(GenerateBaseServing._get_data_parallel_rank), name
     assert "data_parallel_rank = self._get_data_parallel_rank(raw_request)" in source(serving), name
+
+
+def test_trl_gathers_parameters():
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    name = hook("VLLMGeneration._dist", "SyncedGeneration")
+    assert "self._dist = DistributedBackend(accelerator)" in source(VLLMGeneration.__init__), name
+    assert list(inspect.signature(DistributedBackend.gather_params).parameters) == ["self", "params"], name
+    assert "self._dist.fsdp_version == 1" in source(VLLMGeneration._iter_fsdp_params), name
+
+
+def test_vllm_adapters():
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert get_args(MaxLoRARanks) == ADAPTER_RANKS, hook("MaxLoRARanks", "trl_darts/weights/__init__.py")
+    name = hook("PEFTHelper", "trl_darts/weights/adapter.py")
+    assert {"r", "lora_alpha", "target_modules", "use_rslora"} <= set(PEFTHelper.__dataclass_fields__), name
+    assert not {"rank_pattern", "alpha_pattern"} & set(PEFTHelper.__dataclass_fields__), name
+    assert "self.lora_b *= self.scaling" in source(LoRALayerWeights.optimize), name  # as we do
+    name = hook("LoRAModelManager", "trl_darts/weights/plugin.py")
+    assert "self.modules: dict[str, BaseLayerWithLoRA] = {}" in source(LoRAModelManager.__init__), name
+    assert "self._registered_adapters" in source(LoRAModelManager.list_adapters), name
+    assert "add_lora" in vars(Worker), hook("Worker.add_lora", "notify_drafter")
+    text = source(OpenAIServingModels.show_available_models)
+    assert "parent=lora.base_model_name if" in text, hook("/v1/models", "VLLMServer.adapters")

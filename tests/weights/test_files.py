@@ -92,7 +92,7 @@ def test_what_was_written_goes_with_the_run(memory, tmp_path, is_local):
     kept = second.write(1, PARAMS, 36)
     old, new = (first.write(version, PARAMS, 36) for version in (1, 2))
     assert {path.parent.parent for path in (kept, old, new)} == {memory if is_local else tmp_path / "given"}
-    first.keep_only(2)
+    first.keep_only([2])
     assert (old.exists(), new.exists()) == (False, True)
     assert (first.path(1), first.path(2)) == (None, new)
     first.close()
@@ -107,7 +107,7 @@ def test_without_room_in_memory_it_is_the_temporary_directory(memory, tmp_path):
     directory = WeightDirectory()
     paths = [directory.write(version, PARAMS, num_bytes) for version, num_bytes in ((1, 500), (2, 501))]
     assert [path.parent.parent for path in paths] == [memory, tmp_path / "tmp"]
-    directory.keep_only(2)
+    directory.keep_only([2])
     assert (directory.path(1), directory.path(2)) == (None, paths[1])
 
 

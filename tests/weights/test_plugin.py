@@ -88,14 +88,22 @@ def test_reload_says_that_it_was_ours(monkeypatch):
 def test_requests_are_counted_where_the_scheduler_is():
     """Other methods of `/collective_rpc` are vLLM's."""
 
+    adapters = [None, *(SimpleNamespace(lora_name=name) for name in ("run-v2", "run-v1", "run-v2"))]
+    requests = {
+        f"cmpl-a-{i}-1234abcd": SimpleNamespace(num_output_tokens=7 + i, lora_request=adapter)
+        for i, adapter in enumerate(adapters)
+    }
+
     class EngineCore:
-        scheduler = SimpleNamespace(requests={"cmpl-a-0-1234abcd": SimpleNamespace(num_output_tokens=7)})
+        scheduler = SimpleNamespace(requests=requests)
 
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             return [method]
 
     module = SimpleNamespace(EngineCore=EngineCore)
-    plugin._count_outputs(module)
-    plugin._count_outputs(module)
-    assert EngineCore().collective_rpc(plugin.NUM_OUTPUTS, None, (), {}) == [{"cmpl-a-0-1234abcd": 7}]
+    plugin._tell_of_requests(module)
+    plugin._tell_of_requests(module)
+    counts = {f"cmpl-a-{i}-1234abcd": 7 + i for i in range(4)}
+    assert EngineCore().collective_rpc(plugin.NUM_OUTPUTS, None, (), {}) == [counts]
+    assert EngineCore().collective_rpc(plugin.IN_USE) == [["run-v1", "run-v2"]]
     assert EngineCore().collective_rpc("reload_weights", None) == ["reload_weights"]

@@ -23,7 +23,7 @@ def check(
         typer.Argument(help="Addresses with commas, or a value of `vllm_server_list`: a file, a directory, ray:NAME."),
     ],
     weight_sync: Annotated[
-        str, typer.Option(help="How the trainer will send weights: auto, nccl or filesystem.", metavar="WAY")
+        str, typer.Option(help="How the trainer will send weights: auto, nccl, filesystem or adapter.", metavar="WAY")
     ] = "auto",
     weight_sync_dir: Annotated[
         Path | None, typer.Option(help="Directory for weights as files. Default: one on this machine.", metavar="DIR")
@@ -47,7 +47,8 @@ def check(
     from ..engines.check import check_servers, way_back  # loads an HTTP client
 
     with way_back(_resolved(weight_sync, weight_sync_dir), weight_sync_dir, group_port) as way:
-        checked = check_servers(urls, way, os.environ.get(API_KEY_VARIABLE) or None, timeout)
+        key = os.environ.get(API_KEY_VARIABLE) or None
+        checked = check_servers(urls, way, key, timeout, adapters=weight_sync == "adapter")
     table = Table("server", *COLUMNS, box=None, pad_edge=False)
     for one in checked:
         table.add_row(one.url, *(getattr(one, name) or "?" for name in COLUMNS))

@@ -55,7 +55,11 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Tokens of prompt and completion together. The model's own limit by default.")
 ]
 WeightSync = Annotated[
-    str, typer.Option(help="How the trainer sends weights: auto, nccl or filesystem.", metavar="WAY")
+    str, typer.Option(help="How the trainer sends weights: auto, nccl, filesystem or adapter.", metavar="WAY")
+]
+LoRARank = Annotated[
+    int | None,
+    typer.Option(help="Load LoRA adapters up to this rank while running, so that a sync sends the adapter alone."),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Restart servers that die, while the others keep running.")]
 NO_KEY = "On a loopback address: let every user of the machine use the servers, without a key."
@@ -86,6 +90,7 @@ def serve(
     speculative: Speculative = None,
     max_model_len: MaxModelLen = None,
     weight_sync: WeightSync = "auto",
+    lora_rank: LoRARank = None,
     restart: Restart = False,
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help=NO_KEY)] = False,
     timeout: Timeout = 1800.0,

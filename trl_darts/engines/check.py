@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from ..weights.plugin import PROBE
 from ..weights.probe import PREFIX, digest_of
 from .addresses import is_this_machine
 from .pool import FAILURES, describe
-from .preflight import Preflight, Requirements, ServerFacts
+from .preflight import AdapterNeeds, Preflight, Requirements, ServerFacts
 from .vllm_api import VLLMServer, new_session, server_load
 
 
@@ -56,6 +56,7 @@ class WayBack:
     path: Path | None = None
     address: tuple[str, int] | None = None
     local_only: bool = False  # the file is on this machine
+    over_http: bool = False  # servers on other machines get the file sent
 
     @property
     def question(self) -> dict[str, Any]:
@@ -67,6 +68,8 @@ class WayBack:
     def problem(self, url: str, answers: Sequence[dict[str, Any]]) -> str | None:
         """Returns what is wrong with the answers of a server's workers."""
         if self.local_only and not is_this_machine(urlsplit(url).hostname or ""):
+            if self.over_http:
+                return None
             return "it is on another machine: set `weight_sync_dir` to a directory that both can access"
         for answer in answers:
             if self.path is not None and not answer["reads"]:
@@ -99,7 +102,8 @@ def way_back(weight_sync: str, directory: Path | None, first_port: int) -> Itera
         with tempfile.NamedTemporaryFile("w", dir=parent, prefix=PREFIX) as file:
             file.write(secret)
             file.flush()
-            yield WayBack(secret, Path(file.name), local_only=directory is None)
+            is_local = directory is None
+            yield WayBack(secret, Path(file.name), local_only=is_local, over_http=weight_sync == "adapter")
     except OSError as error:
         raise ConfigurationError(
             f"`weight_sync_dir` ({str(parent)!r}) must be a directory that this process can write: {error.strerror}. "
@@ -116,10 +120,16 @@ def send_to_all(listener: socket.socket, secret: str) -> None:
                 connection.sendall(secret.encode())
 
 
-def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float) -> list[Checked]:
-    """Checks all servers at once, for any model. Differences between them are problems of those in the minority."""
+def check_servers(
+    urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float, adapters: bool = False
+) -> list[Checked]:
+    """
+    Checks all servers at once, for any model, and for LoRA adapters if weights are sent as such. Differences between
+    servers are problems of those in the minority.
+    """
     backend = None if way.address is None else "nccl"
     needs = Requirements(0, None, processed_logprobs=True, weight_transfer=backend, timeout_s=timeout_s)
+    needs = replace(needs, adapters=AdapterNeeds()) if adapters else needs
 
     async def run() -> list[Checked]:
         async with new_session(api_key) as session:

@@ -11,12 +11,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..data_checks import has_images
 from ..errors import ConfigurationError
+from ..weights.adapter_fleet import refresh_adapter
 from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
 from ..weights.update import refresh
 from .monitor import Refresh
 from .pool import Member
-from .preflight import Requirements, ServerFacts, ServerUnreachableError, check_server
+from .preflight import AdapterNeeds, AdapterRoom, Requirements, ServerFacts, ServerUnreachableError, check_server
 from .ray_list import RaySource
 from .sampling import request_body
 from .server_list import RAY_PREFIX, FileSource, ServerList, ServerListError, ServerSource, check_source
@@ -44,17 +45,22 @@ class ServerSettings:
     takes_turns: bool = False  # whether main and tail servers share GPUs
     source: ServerSource | None = None  # of the list of servers, if there is one
     seed: int = 0  # of the run
+    adapters: WeightDirectory | None = None  # for weights as LoRA adapters, where they can be
+    num_versions: int = 1  # of adapters in use at once
 
 
 def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
     """Returns the settings for a run. The data set determines whether servers must support images."""
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
+    directory = WeightDirectory(args.weight_sync_dir) if weight_sync != "nccl" else None
     return ServerSettings(
         base_urls=[*args.server_urls, *args.tail_urls],
         tail_urls=tuple(args.tail_urls),
         takes_turns=args.vllm_tail_shares_gpus,
         source=None if args.vllm_server_list is None else make_source(args.vllm_server_list),
-        directory=WeightDirectory(args.weight_sync_dir) if weight_sync == "filesystem" else None,
+        directory=directory if weight_sync == "filesystem" else None,
+        adapters=directory or WeightDirectory() if args.weight_sync in ("auto", "adapter") else None,
+        num_versions=num_versions(args),
         deadlines=args.deadlines,
         seed=args.seed,
         api_key=args.api_key,
@@ -62,14 +68,23 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
             max_completion_length=args.max_completion_length,
             model_config=model_config(args, model),
             processed_logprobs=args.vllm_importance_sampling_correction,
-            weight_transfer=None if weight_sync == "filesystem" else weight_sync,
+            weight_transfer=weight_sync if weight_sync == "nccl" else None,
             timeout_s=args.vllm_server_timeout,
             images=has_images(train_dataset) is True,
             sampling=request_body("", args, args.vllm_structured_outputs_regex),
             sleep_mode=args.vllm_tail_shares_gpus,
             continuous=args.is_continuous,
+            adapters=AdapterNeeds(num_versions=num_versions(args)) if weight_sync == "adapter" else None,
         ),
     )
+
+
+def num_versions(args: Any) -> int:
+    """
+    Returns how many versions of an adapter are in use at once. A rollout without an end has answers of all versions
+    that a batch may still have when the next one is loaded; others wait for the end of their rollout.
+    """
+    return 1 + args.max_staleness // args.steps_per_batch if args.is_continuous else 1
 
 
 def make_source(value: str) -> ServerSource:
@@ -113,6 +128,8 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
         settings = replace(settings, base_urls=[*_listed(settings), *settings.tail_urls])
 
     async def bring_back(member: Member, version: int) -> bool:
+        if member.adapter is not None and settings.adapters is not None:
+            return await refresh_adapter(await engine.pool(), member, version, settings.adapters)
         return await refresh(member, version, None if directory is None else directory.path(version))
 
     engine = open_engine(settings, bring_back)
@@ -205,6 +222,7 @@ def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> Serv
         drafts=any(fact.drafts for fact in facts.values()),
         max_num_seqs=None if None in slots else sum(filter(None, slots)),
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        adapters=AdapterRoom.common(fact.adapters for fact in facts.values()),
     )
     for url, fact in facts.items():
         fact.check_like(url, merged)

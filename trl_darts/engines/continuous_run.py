@@ -106,7 +106,7 @@ class ContinuousRun(RolloutRun):
         version = self._step_of(self.pool.members[url].version)
         self._report(EngineJoined(url, time.perf_counter(), capacity, version=version))
 
-    def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
+    def on_updated(self, url: str, num_outputs: Mapping[str, int] | None) -> None:
         """
         Reports new weights. The time of the update does not count as silence.
 
@@ -114,6 +114,9 @@ class ContinuousRun(RolloutRun):
         of the old weights.
         """
         now, counts = time.perf_counter(), {}
+        if num_outputs is None:
+            self._report(EngineUpdated(url, self._step_of(self.pool.version), None, now))
+            return
         self.pool.members[url].last_progress = now
         for request in self._open(url):
             request.last_progress = now

@@ -22,6 +22,7 @@ class OpenRequest:
     command: Submit
     last_progress: float  # time of its submission, or of its last tokens
     num_tokens: int  # of the candidate, with those of earlier requests
+    version: int = 0  # of the weights at its submission; with adapters, of all its tokens
     decodes: bool = False  # whether it has received tokens
     internal_id: str | None = None  # `None` until it is its turn to be sent
     sent: bool = False  # whether it has reached the server

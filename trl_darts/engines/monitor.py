@@ -35,7 +35,7 @@ async def shows_weights(member: Member, version: int) -> bool:
     if version == 0:
         return True
     # The server's own version is not sufficient, because an earlier run may have set it.
-    return member.version == version and await member.server.weight_version() == f"v{version}"
+    return member.version == version and await member.shown_version() == f"v{version}"
 
 
 class Monitor:
@@ -176,7 +176,7 @@ class Monitor:
         if not await self._is_healthy(url) or member.version == 0 or updating.locked():
             return
         try:
-            found, own = await member.server.weight_version(), f"v{member.version}"
+            found, own = await member.shown_version(), f"v{member.version}"
         except FAILURES as error:
             self.pool.lose(url, describe(error, "`/weight_info`"))
             return

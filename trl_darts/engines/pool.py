@@ -65,11 +65,15 @@ class Listener(Protocol):
         """Called when the capacity of a server changes."""
         ...
 
-    def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
+    def on_updated(self, url: str, num_outputs: Mapping[str, int] | None) -> None:
         """
         Called when a server has new weights, before it continues. `num_outputs` has the tokens of its unfinished
-        requests by ID.
+        requests by ID, `None` if these keep their weights.
         """
+        ...
+
+    def versions_on(self, url: str) -> set[int]:
+        """Returns the versions of the weights that a server's requests decode with."""
         ...
 
 
@@ -96,6 +100,7 @@ class Member:
     refuses_since: float | None = None  # time since when it has refused all requests because it is busy
     refusal: str = ""  # its message
     ghosts: list[str] = field(default_factory=list)  # requests of its last loss, which it may still decode
+    adapter: str | None = None  # as the pool's
 
     @property
     def capacity(self) -> int:
@@ -106,6 +111,16 @@ class Member:
     def decodes(self) -> bool:
         """Whether the server is up and awake."""
         return self.state is State.UP and self.asleep is False
+
+    def model_name(self, version: int) -> str | None:
+        """Returns the model that requests name for a version, `None` for the one that the server was started with."""
+        return f"{self.adapter}-v{version}" if self.adapter is not None and version else None
+
+    async def shown_version(self) -> str | None:
+        """Returns the version of the weights that the server itself shows, `None` if it does not support versions."""
+        if (name := self.model_name(self.version)) is None:
+            return await self.server.weight_version()
+        return f"v{self.version}" if name in await self.server.adapters() else "default"
 
 
 class ServerPool:
@@ -124,6 +139,7 @@ class ServerPool:
         }
         self.takes_turns = takes_turns  # whether main and tail servers share GPUs
         self.version = 0  # of the last weight sync
+        self.adapter: str | None = None  # name of the run, if its weights are LoRA adapters, one for each version
         self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
         self.listeners: list[Listener] = []  # the running rollouts
         self.logs = ServerLogs()
@@ -138,6 +154,7 @@ class ServerPool:
     def add(self, server: VLLMServer) -> None:
         """Adds a server that was checked, but does not have our weights yet."""
         first = Member(server, False, None, State.RETURNED, "it is new", asleep=self._asleep_at_first)
+        first.adapter = self.adapter
         self.members[server.base_url] = first
         self._share_connections()
 
@@ -269,6 +286,22 @@ class ServerPool:
             member.limit.rebase()
         num_outputs = await member.server.num_outputs() if self._num_held(url) else {}
         self._notify(lambda listener: listener.on_updated(url, num_outputs))
+
+    def use_adapters(self, name: str) -> None:
+        """Makes weights LoRA adapters, which are named after the run and their version."""
+        self.adapter = name
+        for member in self.members.values():
+            member.adapter = name
+
+    async def report_adapter(self, member: Member) -> None:
+        """Has new requests of a server decode with the adapter of the current version, which it has loaded."""
+        member.decodes_version = self.version
+        self._notify(lambda listener: listener.on_updated(member.server.base_url, None))
+
+    def versions_on(self, url: str) -> set[int]:
+        """Returns the versions that requests on a server name, or could name while rollouts run."""
+        current = {self.members[url].decodes_version} if self.listeners else set()
+        return current.union(*(listener.versions_on(url) for listener in self.listeners))
 
     def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
         """Copies the state from the main process: the version, and which servers have its weights."""

@@ -5,9 +5,9 @@ Checks vLLM servers before the model is loaded, so that errors are raised within
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..errors import ConfigurationError, TRLDARTSError, did_you_mean
 from .pool import FAILURES, describe
 from .sampling import user_seed
 from .vllm_api import (
+    LOAD_ADAPTER,
     ServerBusyError,
     ServerRefusedError,
     VLLMServer,
@@ -44,6 +45,47 @@ NOT_WITH_DRAFTS = ("min_p", "logit_bias", "trace_decode_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterNeeds:
+    """What a run whose weights are LoRA adapters needs of its servers."""
+
+    rank: int = 1
+    num_versions: int = 1  # that are loaded at once
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """The LoRA adapters that a server can load while it runs, or that several can."""
+
+    max_rank: int = 0
+    num_slots: int = 0
+    missing: str = ""  # why it can't, and the remedy
+
+    def problem(self, needs: AdapterNeeds) -> str | None:
+        """Returns why a run's adapters can't be loaded, with the remedy."""
+        if self.missing:
+            return self.missing
+        if self.max_rank < needs.rank:
+            return (
+                f"the adapter has rank {needs.rank}, and `--max-lora-rank` is {self.max_rank}. Restart the servers "
+                f"with `trl-darts serve --lora-rank {needs.rank}`"
+            )
+        if self.num_slots < needs.num_versions:
+            return (
+                f"up to {needs.num_versions} versions are in use at once, and `--max-loras` is {self.num_slots}. "
+                f"Restart the servers with `--max-loras {needs.num_versions}`, or lower `max_staleness`"
+            )
+        return None
+
+    @staticmethod
+    def common(rooms: Iterable["AdapterRoom"]) -> "AdapterRoom":
+        """Returns what all of several servers can load."""
+        rooms = list(rooms)
+        if missing := [room for room in rooms if room.missing]:
+            return missing[0]
+        return AdapterRoom(min(room.max_rank for room in rooms), min(room.num_slots for room in rooms))
+
+
+@dataclass(frozen=True, slots=True)
 class Requirements:
     """Requirements of the run for each server."""
 
@@ -56,6 +98,7 @@ class Requirements:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of the completion requests
     sleep_mode: bool = False  # whether sleep mode is required
     continuous: bool = False  # whether weights change while requests run
+    adapters: AdapterNeeds | None = None  # `None` if weights are whole, or are if need be
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +110,7 @@ class ServerFacts:
     drafts: bool = False  # whether it uses speculative decoding
     max_num_seqs: int | None = None  # sequences decoded at once
     dtype: str | None = None  # of its weights, as torch writes it; `None` if unknown, or if servers differ
+    adapters: AdapterRoom = AdapterRoom(missing="whether it loads LoRA adapters is not known")
 
     def check_like(self, url: str, others: "ServerFacts") -> None:
         """Raises [`ConfigurationError`] if the server at `url`, which has these facts, can't replace others."""
@@ -155,7 +199,7 @@ class Preflight:
             facts = ServerFacts(served["id"], served["max_model_len"], drafts, max_num_seqs(config), dtype)
         except (KeyError, IndexError, TypeError) as error:
             raise _no_vllm(server.base_url, f"its answer has no {error}") from error
-        return cls(server, needs, config, facts)
+        return cls(server, needs, config, replace(facts, adapters=await adapter_room(server, config)))
 
     async def problems(self) -> AsyncIterator[str]:
         """Yields what keeps the server from serving the run, each with its remedy, the quickest to find first."""
@@ -208,6 +252,8 @@ class Preflight:
                 f"{self.name} has {found}, and this run needs {self.needs.weight_transfer!r}. Restart it with "
                 f"`{flag}`, or set `weight_sync`."
             )
+        if self.needs.adapters is not None and (why := self.facts.adapters.problem(self.needs.adapters)) is not None:
+            yield f"`weight_sync` ('adapter') needs servers that load LoRA adapters: {why}."
         refused = [name for name in NOT_WITH_DRAFTS if self.needs.sampling.get(name)] if self.facts.drafts else []
         if refused:
             yield (
@@ -237,7 +283,7 @@ class Preflight:
 
     async def _counts(self) -> AsyncIterator[str]:
         """Checks what continuous rollouts need, to know which weights sampled which token."""
-        if not self.needs.continuous:
+        if not self.needs.continuous or self.needs.adapters is not None:  # with which requests keep their weights
             return
         copies = (self.config.get("parallel_config") or {}).get("data_parallel_size") or 1
         if copies > 1:
@@ -317,3 +363,24 @@ class Preflight:
         except ServerRefusedError as error:
             return None if error.status in (401, 403, 404) else error
         return None
+
+
+async def adapter_room(server: VLLMServer, config: Mapping[str, Any]) -> AdapterRoom:
+    """Returns which LoRA adapters a server can load while it runs."""
+    name, lora = f"the vLLM server at {server.base_url}", config.get("lora_config")
+    if lora is None:
+        return AdapterRoom(
+            missing=f"{name} has no `--enable-lora`. Restart it with `trl-darts serve --lora-rank RANK`"
+        )
+    if (copies := (config.get("parallel_config") or {}).get("data_parallel_size") or 1) > 1:
+        reason = f"{name} has `--data-parallel-size` ({copies}), and only one of its engines would load an adapter"
+        return AdapterRoom(missing=f"{reason}. Start one server per copy")
+    paths = (await server.get("/openapi.json") or {}).get("paths")
+    if paths is not None and LOAD_ADAPTER not in paths:
+        reason = f"{name} does not load adapters while it runs"
+        return AdapterRoom(missing=f"{reason}. Restart it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`")
+    version = await server.weight_version()
+    if version not in (None, "default"):
+        reason = f"the base model of {name} was replaced by the weights {version!r} of a run"
+        return AdapterRoom(missing=f"{reason}. Restart it")
+    return AdapterRoom(lora["max_lora_rank"], lora["max_loras"])

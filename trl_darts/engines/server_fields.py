@@ -80,7 +80,9 @@ class ServerFields(ScheduleSettings):
     weight_sync: Annotated[str, one_of(WEIGHT_SYNCS)] = setting(
         "auto",
         "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through files; the "
-        "servers need `trl_darts` installed), or 'auto': NCCL on CUDA, files elsewhere.",
+        "servers need `trl_darts` installed), 'adapter' (a LoRA adapter alone, without a pause; the servers need "
+        "`--lora-rank`), or 'auto': the adapter where the model is plain LoRA and all servers can, otherwise NCCL on "
+        "CUDA, files elsewhere.",
     )
     weight_sync_dir: str | None = setting(
         None,

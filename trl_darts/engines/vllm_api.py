@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,7 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
-from ..weights.plugin import NUM_OUTPUTS, PROBE
+from ..weights.plugin import IN_USE, NUM_OUTPUTS, PROBE, UNUSED
 from .addresses import key_of
 from .waiting import Deadlines
 
@@ -33,6 +34,8 @@ MAX_OPENING = 16
 MAX_OPENING_S = 1.0  # a request counts as opened then: a proxy may hold the headers back until the first token
 TOKEN_ID = "token_id:"  # before a token's ID in log-probs, with `return_tokens_as_token_ids`
 TRY_TIMEOUT_S = 5.0
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UPLOADS = "/trl_darts/adapters/"  # of `trl_darts.serving.adapters`
 MAX_MESSAGE = 2000  # characters of a server's message in an error: it may be a proxy's web page
 
 
@@ -146,6 +149,12 @@ class VLLMServer:
             data = await response.read()
             return orjson.loads(data) if data else {}
 
+    async def _do(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
+        """Posts, and ignores the response, which is a text."""
+        async with self._post(path, body, timeout_s, {"Connection": "close"}) as response:
+            await self._check(response)
+            await response.read()
+
     async def _get(self, path: str, timeout_s: float) -> bytes | None:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         async with self._session.get(self.base_url + path, timeout=timeout, headers=self._authorization()) as response:
@@ -227,6 +236,49 @@ class VLLMServer:
         """Returns `"v<number>"` after an update, `"default"` after a start, `None` if versions are not supported."""
         version: str | None = (await self.get("/weight_info") or {}).get("weight_version")
         return version
+
+    # LoRA adapters. Each is a model of its own, which requests name
+
+    async def adapters(self) -> dict[str, str]:
+        """Returns the loaded adapters' names, with the directories from which they were loaded."""
+        models = (await self.get("/v1/models") or {}).get("data", [])
+        return {model["id"]: model["root"] for model in models if model.get("parent") is not None}
+
+    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        """Loads an adapter from a directory that the server can read. Running requests continue meanwhile."""
+        await self._do(LOAD_ADAPTER, {"lora_name": name, "lora_path": path}, timeout_s)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter, which no request may name."""
+        await self._do("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+
+    async def unused_layers(self) -> set[str]:
+        """Returns the layers of loaded adapters that the server does not use. Needs our plugin."""
+        return await self._names(UNUSED)
+
+    async def adapters_in_use(self) -> set[str]:
+        """Returns the adapters that unfinished requests decode with, of any client. Needs our plugin."""
+        return await self._names(IN_USE)
+
+    async def _names(self, method: str) -> set[str]:
+        answers = (await self.post("/collective_rpc", {"method": method})).get("results", [])
+        return {name for answer in answers for name in answer}
+
+    async def upload_adapter(self, name: str, path: Path, timeout_s: float) -> str | None:
+        """
+        Sends the file of an adapter to a server of `trl-darts serve`. Returns the directory where the server has it,
+        `None` if the server takes none.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
+        headers = {"Content-Type": "application/octet-stream", "Connection": "close", **self._authorization()}
+        url = f"{self.base_url}{UPLOADS}{name}"
+        with path.open("rb") as file:
+            async with self._session.put(url, data=file, headers=headers, timeout=timeout) as response:
+                if response.status in (404, 405):
+                    return None
+                await self._check(response)
+                found: str = orjson.loads(await response.read())["path"]
+                return found
 
     async def num_outputs(self) -> dict[str, int]:
         """Returns the number of tokens of each unfinished request, by its internal ID. Needs our plugin."""

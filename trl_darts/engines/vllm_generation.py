@@ -1,5 +1,6 @@
 """TRL's generation with vLLM, extended by weight syncs to several servers, some of which may be lost."""
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -9,10 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 
+from ..errors import ConfigurationError, WeightSyncError
 from ..trl_compat import VLLMGeneration, grpo_trainer, replaced
 from ..weights import SyncRecord
+from ..weights.adapter import Adapter, is_quantized, why_no_adapter
+from ..weights.adapter_fleet import AdapterFleet, check_own
 from ..weights.client import image_features
+from ..weights.files import WeightDirectory
 from ..weights.fleet import FleetVLLMClient
 from .addresses import check_address
 from .connection import ServerSettings, check_joining, connect, open_engine, server_settings
@@ -20,9 +26,12 @@ from .discovery import Discovery
 from .main_process import MainProcess
 from .monitor import shows_weights
 from .pool import State
-from .preflight import ServerFacts
+from .preflight import AdapterNeeds, ServerFacts
 from .vllm_api import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine
+
+
+logger = logging.getLogger(__name__)
 
 
 class SyncedGeneration(VLLMGeneration):
@@ -49,6 +58,8 @@ class SyncedGeneration(VLLMGeneration):
         self.facts: Any = facts  # on every process, once vLLM is initialized
         self.main = MainProcess(kwargs["accelerator"])
         self._sync: SyncRecord | None = None
+        self._adapter: Adapter | None = None  # on every process, if weights are adapters
+        self._run: str | None = None  # name of the run's adapters
         self._draft_counts: dict[str, DraftCounts] = {}  # by server, at the last call
         super().__init__(*args, **kwargs)
 
@@ -59,32 +70,84 @@ class SyncedGeneration(VLLMGeneration):
 
             keep_expanded_images(self.llm)
             return
-        self.facts, base_urls = self.main.broadcast(self._connect)
+        self.facts, base_urls, self._run = self.main.broadcast(self._connect)
         self.settings = replace(self.settings, base_urls=base_urls)
+        if self._run is not None:
+            self._adapter = Adapter(self.model, self._served_dtype)
+
+    @property
+    def _served_dtype(self) -> torch.dtype | None:
+        dtype: torch.dtype | None = getattr(torch, (self.facts.dtype or "").removeprefix("torch."), None)
+        return dtype
 
     def _connect(self) -> Any:
-        self.vllm_client = FleetVLLMClient(
-            self.engine,
-            self.settings.directory,
-            getattr(torch, (self.facts.dtype or "").removeprefix("torch."), None),
-            self.accelerator.device,
-            self.group_port,
-            self.server_timeout,
-        )
-        self.vllm_client.init_communicator()
+        run = self._send_adapters()
+        if run is None:
+            self.engine.query(check_own)
+            self.vllm_client = FleetVLLMClient(
+                self.engine,
+                self.settings.directory,
+                self._served_dtype,
+                self.accelerator.device,
+                self.group_port,
+                self.server_timeout,
+            )
+            self.vllm_client.init_communicator()
         self.drafted()  # excludes drafts of earlier runs
         base_urls = self.engine.base_urls
         if self.settings.source is not None:
             check = partial(check_joining, self.settings, self.facts)
             listed = set(base_urls) - set(self.settings.tail_urls)
             self.engine.discover(Discovery(self.settings.source, check, listed))
-        return self.facts, base_urls
+        return self.facts, base_urls, run
+
+    def _send_adapters(self) -> str | None:
+        """
+        Makes weights LoRA adapters if the model's are one and all servers load it. Returns the name of the run's
+        adapters. Otherwise logs why they are merged, or raises if they can't be.
+        """
+        files, required = self.settings.adapters, self.settings.requirements.adapters is not None
+        if files is None or not (required or is_peft_model(self.model)):
+            return None
+        why = why_no_adapter(self.model, self._dist.fsdp_version) or self._try_adapter(files)
+        if why is None:
+            name: str = files.name
+            self.engine.use_adapters(name)
+            logger.info("Weights are sent as LoRA adapters, without a pause. The servers' own weights stay.")
+            return name
+        if required or is_quantized(self.model):
+            given = "`weight_sync` ('adapter')" if required else "The model's quantized weights can't be merged, which"
+            remedy = " Correct that, or set `weight_sync='auto'`, which sends whole weights then." if required else ""
+            raise ConfigurationError(f"{given} needs a LoRA adapter that all servers load, and {why}.{remedy}")
+        logger.warning("The LoRA adapter is merged into the model, all of which is sent in each weight sync: %s.", why)
+        return None
+
+    def _try_adapter(self, files: WeightDirectory) -> str | None:
+        """Has all servers load an adapter of the same shape. Returns why it does not work, with the remedy."""
+        if self.settings.takes_turns:
+            return "`vllm_tail_shares_gpus` (True) lets servers sleep. Use separate GPUs for the tail servers"
+        adapter = Adapter(self.model, self._served_dtype)
+        needs = AdapterNeeds(adapter.rank, self.settings.num_versions)
+        if (why := self.facts.adapters.problem(needs)) is not None:
+            return why
+        fleet = AdapterFleet(self.engine, files)
+        try:
+            fleet.try_zeros(adapter)
+        except WeightSyncError as error:
+            return str(error).rstrip(".")
+        self.vllm_client = fleet
+        # Servers that join must load it too.
+        requirements = replace(self.settings.requirements, adapters=needs, weight_transfer=None)
+        self.settings = replace(self.settings, requirements=requirements, directory=None)
+        return None
 
     @property
     def own_engine(self) -> VLLMServerEngine:
         """This process's engine, which other processes than the main one create for their first later turn."""
         if self.engine is None:
             self.engine = open_engine(self.settings, shows_weights, self.main.num_processes)
+            if self._run is not None:
+                self.engine.use_adapters(self._run)
         engine: VLLMServerEngine = self.engine
         return engine
 
@@ -94,6 +157,11 @@ class SyncedGeneration(VLLMGeneration):
         return len(self.settings.base_urls) - len(self.settings.tail_urls)
 
     # Weights
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether weights are sent as LoRA adapters."""
+        return self._adapter is not None
 
     def sync_weights(self) -> None:
         """Runs TRL's sync and measures it. A server whose update fails is lost until it has the weights."""
@@ -105,11 +173,19 @@ class SyncedGeneration(VLLMGeneration):
             # Layers on a CPU multiply with packed copies of their weights, which loading in place does not update.
             layers = reloaded_layers(self.llm)
         with layers:
-            super().sync_weights()
+            if self._adapter is None:
+                super().sync_weights()
+            else:
+                self._sync_adapter(self._adapter)
         if self.mode == "colocate":  # TRL resets only the prefix cache, not the image encoder's
             self.llm.llm_engine.reset_encoder_cache()
         num_bytes = self.vllm_client.num_bytes if self.mode == "server" and self.main.is_here else None
         self._sync = SyncRecord(time.perf_counter() - start, num_bytes)
+
+    def _sync_adapter(self, adapter: Adapter) -> None:
+        tensors = adapter.tensors(self._dist.gather_params, self.accelerator.device)
+        if self.main.is_here:
+            self.vllm_client.update_adapter(tensors, adapter.config)
 
     def pop_sync(self) -> SyncRecord | None:
         """Returns the record of the last weight sync, or `None` if there was none since the last call."""
@@ -135,7 +211,8 @@ class SyncedGeneration(VLLMGeneration):
         for a rollout, so the servers then wait for the next sync.
         """
         sharded = (self._dist.is_fsdp or self._dist.is_zero3) and self.main.num_processes > 1
-        if self.settings.directory is not None or sharded or self._weight_metadata is None:
+        has_files = self.settings.directory is not None or self._adapter is not None
+        if has_files or sharded or self._weight_metadata is None:
             return
         if any(member.waits for member in self.engine.members.values()):
             self.vllm_client.catch_up(self._weight_metadata, self._iter_named_params())

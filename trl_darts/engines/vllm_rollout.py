@@ -199,8 +199,12 @@ class RolloutRun:
         """Reports a change of a server's capacity."""
         self._report(EngineResized(url, capacity, time.perf_counter()))
 
-    def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
+    def on_updated(self, url: str, num_outputs: Mapping[str, int] | None) -> None:
         """Does nothing: weight syncs wait for a rollout."""
+
+    def versions_on(self, url: str) -> set[int]:
+        """Returns the versions of the weights that a server's requests decode with."""
+        return {request.version for request in self._open(url)}
 
     async def _keep_time(self) -> None:
         """Logs waits, and enforces the deadlines of tokens, of lost servers and of the rollout."""
@@ -300,7 +304,8 @@ class RolloutRun:
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
 
     def _start(self, command: Submit) -> None:
-        request = OpenRequest(command, time.perf_counter(), len(command.prior_tokens))
+        version = self.pool.members[command.engine_id].decodes_version
+        request = OpenRequest(command, time.perf_counter(), len(command.prior_tokens), version)
         self.requests[request.key] = request
         request.task = asyncio.create_task(self._decode(request))
 
@@ -350,7 +355,7 @@ class RolloutRun:
         member = self.pool.members[request.command.engine_id]
         while True:
             async with member.server.turn_to_open():
-                completion = self._request(request.command)
+                completion = self._request(request.command, request.version)
                 if completion is None:
                     return None
                 request.internal_id, start = completion.internal_id, time.perf_counter()
@@ -375,13 +380,17 @@ class RolloutRun:
         elif isinstance(error, aiohttp.ClientError):
             # Even if it is healthy by now: a process that was restarted has other weights.
             self.pool.lose(url, describe(error, "a connection"))
-        elif isinstance(error, ServerBrokenError):
+        elif isinstance(error, ServerBrokenError) or self._lacks_adapter(error):
             await self._retry(request, describe(error, "a request"))
         elif isinstance(error, ServerRefusedError):
             self._report(CandidateFailed(*request.key, str(error), now))
         else:  # an invalid answer
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(*request.key, reason, now))
+
+    def _lacks_adapter(self, error: Exception) -> bool:
+        """Whether a server does not know the adapter that a request names, because it was restarted."""
+        return self.pool.adapter is not None and isinstance(error, ServerRefusedError) and error.status == 404
 
     async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False) -> None:
         """Tries the candidate elsewhere if its server is healthy. Otherwise, the server is lost."""
@@ -437,7 +446,7 @@ class RolloutRun:
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
         self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
-    def _request(self, command: Submit) -> CompletionRequest | None:
+    def _request(self, command: Submit, version: int) -> CompletionRequest | None:
         prompts = self.prompts[command.group_id]
         prompt = prompts[command.index % len(prompts)]
         if prompt.problem is not None:
@@ -450,8 +459,11 @@ class RolloutRun:
             body["min_tokens"] = max(0, body["min_tokens"] - len(command.prior_tokens))
         if self.seed is not None and (self.seed.always or self.pool.needs_seed(command.engine_id)):
             body.setdefault("seed", self.seed.of(command.group_id, command.index, command.segment))
-        if self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
-            body["cache_salt"] = f"v{self.pool.members[command.engine_id].decodes_version}"
+        member = self.pool.members[command.engine_id]
+        if (name := member.model_name(version)) is not None:  # vLLM's prefix cache tells adapters apart
+            body["model"] = name
+        elif self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
+            body["cache_salt"] = f"v{member.decodes_version}"
         # A drafter on the server reads the prompt's length from it: what follows may be part of an answer.
         request_id = f"p{len(prompt.tokens)}-{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)

@@ -164,6 +164,10 @@ class VLLMServerEngine:
         """Starts using a reconnected server that has the current weights."""
         self._in_loop(lambda monitor: monitor.pool.join(url))
 
+    def use_adapters(self, name: str) -> None:
+        """Makes weights LoRA adapters, see [`ServerPool`]."""
+        self._in_loop(lambda monitor: monitor.pool.use_adapters(name))
+
     def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
         """Copies the state from the main process: the version, the servers, and which of them have its weights."""
         self._in_loop(lambda monitor: monitor.follow(version, has_weights))

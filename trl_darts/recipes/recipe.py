@@ -310,6 +310,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name in ("load_in_8bit", "load_in_4bit"):
         if getattr(model, name) and not model.use_peft:
             yield f"`{name}` (True) needs `use_peft`: quantized weights can't be trained. Set that, or leave it out."
+    if config.weight_sync == "adapter" and not model.use_peft:
+        yield "`weight_sync` ('adapter') needs `use_peft`: it sends a LoRA adapter. Set that, or leave it out."
     if config.sync_ref_model and model.use_peft:
         yield (
             "`sync_ref_model` (True) does not run with `use_peft` (True), whose reference is the model without its "

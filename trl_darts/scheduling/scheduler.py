@@ -289,6 +289,8 @@ class Scheduler:
     def _on_engine_updated(self, event: EngineUpdated) -> list[Command]:
         if (engine := self.ledger.engines.get(event.engine_id)) is not None:
             engine.version = event.version
+            if event.num_tokens is None:
+                return []
             for candidate in self.ledger.candidates:
                 if candidate.engine_id == event.engine_id and candidate.state in (RUNNING, ABORTING):
                     decoded = event.num_tokens.get(candidate.candidate_id)

@@ -333,12 +333,12 @@ class EngineJoined:
 class EngineUpdated:
     """
     An engine has new weights. `num_tokens` has the tokens that each of its candidates had decoded on it before, by
-    `candidate_id`; one that is missing has not started.
+    `candidate_id`; one that is missing has not started. `None` if running candidates keep their weights.
     """
 
     engine_id: str
     version: int
-    num_tokens: Mapping[int, int]
+    num_tokens: Mapping[int, int] | None
     now: float
 
 

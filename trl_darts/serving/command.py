@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ..engines.addresses import API_KEY_VARIABLE, key_path
 from ..engines.server_list import RAY_PREFIX
+from ..scheduling.schedule_fields import STALE_BATCHES
+from ..weights import ADAPTER_RANKS
 from .build import VISIBLE_DEVICES, VLLMBuild
 from .memory import FLAG, shared_utilization
 from .options import SPECULATIVE, ServeOptions, is_loopback
@@ -21,7 +23,9 @@ _VLLM_SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
 _API_SERVER = ("-m", "vllm.entrypoints.openai.api_server", "--model")
 # Wildcard addresses, and the loopback address that this process uses for health checks instead.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-MIDDLEWARE = "trl_darts.serving.middleware.RequireKey"  # not imported here: it needs a server's packages
+# Not imported here: they need a server's packages.
+MIDDLEWARE, ADAPTERS = "trl_darts.serving.middleware.RequireKey", "trl_darts.serving.adapters.TakeAdapters"
+MAX_LORAS = 1 + STALE_BATCHES  # versions in use at once, with the default `max_staleness`
 TAIL_SWITCH_AT = 8  # unfinished candidates; a guess that a latency profile replaces
 _PARALLEL_FLAGS = {"--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend"}
 
@@ -156,6 +160,13 @@ def _url(host: str, port: int) -> str:
 
 
 def _weight_sync(options: ServeOptions, build: VLLMBuild) -> str:
+    if options.weight_sync == "auto" and options.lora_rank is not None:
+        return "adapter"
+    return _merged_sync(options, build)
+
+
+def _merged_sync(options: ServeOptions, build: VLLMBuild) -> str:
+    """Returns how whole weights reach the servers, also where adapters are expected, unless these alone are."""
     if options.weight_sync != "auto":
         return options.weight_sync
     return "filesystem" if build.cpu else "nccl"
@@ -174,15 +185,19 @@ def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
         flags["--tensor-parallel-size"] = str(options.tensor_parallel_size)
     if options.max_model_len is not None:
         flags["--max-model-len"] = str(options.max_model_len)
-    if _weight_sync(options, build) == "nccl":  # files need no transfer engine: the server reloads a directory
+    if _merged_sync(options, build) == "nccl":  # files need no transfer engine: the server reloads a directory
         flags["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
+    if options.lora_rank is not None:
+        rank = next(rank for rank in ADAPTER_RANKS if rank >= options.lora_rank)
+        flags |= {"--enable-lora": None, "--max-lora-rank": str(rank), "--max-loras": str(MAX_LORAS)}
     if options.speculative is not None:
         flags["--speculative-config"] = json.dumps(SPECULATIVE[options.speculative])
     return flags | (_cpu_flags(options) if build.cpu else {})
 
 
 def _last_flags(options: ServeOptions, index: int) -> tuple[str, ...]:
-    return ("--seed", str(options.seed(index)), *(("--middleware", MIDDLEWARE) if options.api_key else ()))
+    middleware = MIDDLEWARE if options.lora_rank is None else ADAPTERS
+    return ("--seed", str(options.seed(index)), *(("--middleware", middleware) if options.api_key else ()))
 
 
 def _turn_flags(options: ServeOptions) -> dict[str, str | None]:
@@ -211,6 +226,8 @@ def _env(
     env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONUNBUFFERED": "1"}  # unbuffered, so that the log has the last lines
     if devices:
         env[VISIBLE_DEVICES] = ",".join(devices)
+    if options.lora_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if options.api_key is not None:
         env |= {API_KEY_VARIABLE: options.api_key, "VLLM_USE_RUST_FRONTEND": "0"}  # it does not run middleware
     if build.cpu:

@@ -22,7 +22,7 @@ from ..policy import Layout
 from ..recipes.files import unreachable
 from ..scheduling.rules import one_of
 from ..speculation.drafter import MAX_DRAFT
-from ..weights import WEIGHT_SYNCS
+from ..weights import ADAPTER_RANKS, WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 
 
@@ -53,6 +53,7 @@ _REMEDIES = {
         *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
     ),
     "use `--weight-sync` before `--`": ("--weight-transfer-config",),
+    "use `--lora-rank` before `--`": ("--enable-lora", "--max-lora-rank"),
     "the trainer needs the value that `trl-darts serve` sets. Leave it out": (
         *("--logprobs-mode", "--max-logprobs", "--enable-prefix-caching"),
     ),
@@ -85,6 +86,7 @@ class ServeOptions:
     speculative: str | None = None
     max_model_len: int | None = None
     weight_sync: str = "auto"
+    lora_rank: int | None = None
     restart: bool = False
     api_key: str | None = field(default=None, repr=False)
     timeout: float = 1800.0
@@ -200,6 +202,7 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
             "is a CPU build. Leave it out."
         )
     one_of(WEIGHT_SYNCS).check("weight_sync", options.weight_sync)
+    _check_lora(options)
     if options.weight_sync == "nccl" and build.cpu:
         raise ConfigurationError(
             "`weight_sync` ('nccl') needs CUDA, and the vLLM here is a CPU build. Use 'filesystem'."
@@ -211,6 +214,23 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
     check_model(options.model)
     for part in options.sets:
         part.split_devices(build)
+
+
+def _check_lora(options: ServeOptions) -> None:
+    if options.lora_rank is None:
+        if options.weight_sync == "adapter":
+            raise ConfigurationError(
+                "`weight_sync` ('adapter') needs `lora_rank`, the largest rank of an adapter. Set `--lora-rank`."
+            )
+        return
+    most = ADAPTER_RANKS[-1]
+    if not 0 < options.lora_rank <= most:
+        raise ConfigurationError(f"`lora_rank` ({options.lora_rank}) must be between 1 and {most}, vLLM's largest.")
+    if "--data-parallel-size" in options.flags or "-dp" in options.flags:
+        raise ConfigurationError(
+            f"`lora_rank` ({options.lora_rank}) does not run with `--data-parallel-size`: only one engine of a server "
+            "would load an adapter. Use `--num-servers`."
+        )
 
 
 def _check_layout(options: ServeOptions, build: VLLMBuild) -> None:

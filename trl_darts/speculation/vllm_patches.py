@@ -113,8 +113,8 @@ def _loses_result(expand: Callable[..., Any]) -> bool:
 
 
 def notify_drafter(worker: Any) -> None:
-    """Notifies our drafter after each weight update, by either method."""
-    for name in {"reload_weights", "finish_weight_update"} & vars(worker).keys():
+    """Notifies our drafter after each weight update, by any method."""
+    for name in {"reload_weights", "finish_weight_update", "add_lora"} & vars(worker).keys():
         setattr(worker, name, _then_new_policy(getattr(worker, name)))
 
 

@@ -46,6 +46,7 @@ class RolloutTotals:
     """Total cost of a run's rollouts."""
 
     first_step: int = 0  # step at which the run was resumed
+    sends_adapters: bool = False  # whether weights reach servers as LoRA adapters
     rewards: RewardWatch = field(default_factory=RewardWatch)
     num_rollouts: int = 0
     seconds: float = 0.0
@@ -86,7 +87,7 @@ class _ShortLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            print(first_line(args))  # noqa: T201  (before the progress bar is drawn)
+            print(first_line(args, self.totals.sends_adapters))  # noqa: T201  (before the progress bar is drawn)
         super().on_train_begin(args, state, control, **kwargs)
         self.totals.begin(state.global_step)
 
@@ -104,7 +105,7 @@ class ShortPrinterCallback(_ShortLog, PrinterCallback):
     """Transformers' printer of logs, with fewer of our metrics."""
 
 
-def first_line(args: Any) -> str:
+def first_line(args: Any, sends_adapters: bool = False) -> str:
     """Summarises the settings: what is sampled, when a rollout ends, and which engines decode."""
     size, prompts = args.num_generations, args.generation_batch_size // args.num_generations
     wait = _wait(args)
@@ -120,7 +121,7 @@ def first_line(args: Any) -> str:
         )
     return (
         f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits for "
-        f"{wait}{ahead}{uniform}. {_engines(args)}."
+        f"{wait}{ahead}{uniform}. {_engines(args, sends_adapters)}."
     )
 
 
@@ -148,14 +149,15 @@ def _wait(args: Any) -> str:
     return "all candidates" + (f", but {complete} with {args.max_num_generations}" if args.tail_pruning else "")
 
 
-def _engines(args: Any) -> str:
+def _engines(args: Any, sends_adapters: bool) -> str:
     if not args.uses_servers:
         return f"{'vLLM' if args.use_vllm else 'Transformers'} decodes in the trainer's own process"
-    weights = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
+    way = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
+    weights = "as LoRA adapters" if sends_adapters else "over NCCL" if way == "nccl" else "through files"
     main, tail = len(args.server_urls), len(args.tail_urls)
     servers = f"{main} vLLM server{'s' * (main != 1)}" if main else "Listed vLLM servers"
     servers += f" and {tail} for the tail" if tail else ""
-    return f"{servers}, weights {'over NCCL' if weights == 'nccl' else 'through files'}"
+    return f"{servers}, weights {weights}"
 
 
 def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:

@@ -14,7 +14,7 @@ class RolloutLog:
     """Logs the training rollouts of a run. `servers` is TRL's vLLM generation, if there is one."""
 
     def __init__(self, args: Any, is_main: bool, servers: Any) -> None:
-        self.totals = RolloutTotals()
+        self.totals = RolloutTotals(sends_adapters=getattr(servers, "sends_adapters", False))
         self._args = args
         self._is_main = is_main
         self._servers = servers

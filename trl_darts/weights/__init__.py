@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 
 # Values of `weight_sync`.
-WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
+WEIGHT_SYNCS = ("auto", "nccl", "filesystem", "adapter")
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # files of PEFT
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for `--max-lora-rank`
 
 
 class SyncRecord(NamedTuple):

@@ -1,15 +1,16 @@
 """The HTTP calls of a weight update and their errors, on top of [`VLLMServer`]."""
 
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
-from ..engines.vllm_api import ServerRefusedError, VLLMServer
+from ..engines.vllm_api import LOAD_ADAPTER, UPLOADS, ServerRefusedError, VLLMServer
 from ..engines.waiting import log_while_waiting
 from ..errors import ConfigurationError, WeightSyncError
+from . import ADAPTER
 
 
 T = TypeVar("T")
@@ -18,6 +19,7 @@ CONTROL_TIMEOUT_S = 60.0  # for resume and similar calls, which an idle engine a
 PAUSE_TIMEOUT_S = 15.0  # detects a frozen server before the others wait for it in the middle of an update
 ABANDON_TIMEOUT_S = 5.0  # the server may be gone
 LOAD_TIMEOUT_S = 1800.0  # a large model from a slow disk
+UPLOAD_TIMEOUT_S = 300.0
 # Requests of other clients (usually none) are paused, and continue under the new weights with recomputed keys and
 # values. "abort" would lose their results, "wait" would wait for the longest.
 PAUSE = "/pause?mode=keep"
@@ -102,6 +104,72 @@ async def load(server: VLLMServer, path: Path) -> None:
 async def _is_on_cpu(server: VLLMServer) -> bool:
     info = await look_up(server, "/server_info?config_format=json")
     return bool(info["vllm_config"]["device_config"]["device"] == "cpu")
+
+
+async def load_adapter(server: VLLMServer, name: str, path: str) -> None:
+    """Has a server load an adapter. Requests continue meanwhile."""
+    try:
+        await _named(server, LOAD_ADAPTER, server.load_adapter(name, path, LOAD_TIMEOUT_S), LOAD_TIMEOUT_S)
+    except WeightSyncError as error:
+        if not (isinstance(error.__cause__, ServerRefusedError) and error.__cause__.status == 404):
+            raise
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} finds no adapter in {path}. Make sure that it can read that "
+            "directory under the same path, or set `weight_sync_dir` to one that it can read."
+        ) from error
+
+
+async def upload_adapter(server: VLLMServer, name: str, path: Path) -> str:
+    """Sends an adapter to a server that can't read its file. Returns the directory on the server."""
+    sent = server.upload_adapter(name, path / ADAPTER, UPLOAD_TIMEOUT_S)
+    found = await _named(server, UPLOADS + name, sent, UPLOAD_TIMEOUT_S)
+    if found is None:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} is on another machine and can't read this machine's local files. "
+            "Start it with `trl-darts serve --lora-rank`, which takes adapters over HTTP if it has a key, or set "
+            "`weight_sync_dir` to a directory that both can access under one path."
+        )
+    return found
+
+
+async def check_plugin(server: VLLMServer) -> None:
+    """Raises if a server can't tell what must be known of its adapters."""
+    try:
+        await adapters_in_use(server)
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} has no trl_darts, or an older one, and only it tells whether all "
+            "layers of an adapter are used. Run `pip install -U trl-darts` in its environment, and restart it."
+        ) from error
+
+
+async def check_layers(server: VLLMServer) -> None:
+    """Raises if a server does not use all layers of its adapters."""
+    unused = sorted(await _named(server, "/collective_rpc", server.unused_layers(), CONTROL_TIMEOUT_S))
+    if unused:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} does not use {len(unused)} of the adapter's layers, such as "
+            f"{unused[0]}. Leave them out with `target_modules` or `exclude_modules`."
+        )
+
+
+async def unload_adapters(server: VLLMServer, names: Iterable[str]) -> None:
+    """Unloads adapters. A failure costs a slot, which the next sync tries to free again."""
+    for name in names:
+        try:
+            await server.unload_adapter(name)
+        except (ServerRefusedError, aiohttp.ClientError, TimeoutError) as error:
+            logger.debug("%s did not unload %s: %s", server.base_url, name, error)
+
+
+async def adapters_in_use(server: VLLMServer) -> set[str]:
+    """Returns the adapters that a server's requests decode with, also those which it has not noticed the end of."""
+    return await _named(server, "/collective_rpc", server.adapters_in_use(), CONTROL_TIMEOUT_S)
+
+
+async def adapters(server: VLLMServer) -> dict[str, str]:
+    """Returns the names of the adapters that a server has loaded, with their directories."""
+    return await _named(server, "/v1/models", server.adapters(), CONTROL_TIMEOUT_S)
 
 
 async def reset_caches(server: VLLMServer) -> None:

@@ -197,7 +197,8 @@ async def _complete(member: Member, prompt: list[int], trainer: Any) -> list[Sam
     """Returns one completion of each engine of a server, none if it does not answer."""
     facts, server = trainer.vllm_generation.facts, member.server
     # TRL's forward pass has the run's temperature, and no other sampling options.
-    options = {"model": facts.model, "max_tokens": min(NUM_TOKENS, facts.max_model_len - len(prompt)), "logprobs": 0}
+    model = member.model_name(member.version) or facts.model
+    options = {"model": model, "max_tokens": min(NUM_TOKENS, facts.max_model_len - len(prompt)), "logprobs": 0}
     options |= {"temperature": trainer.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     options["ignore_eos"] = True
 

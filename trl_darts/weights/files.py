@@ -1,16 +1,17 @@
 """Writes weights to files. Each version appears atomically in a directory, which is removed at the end of the run."""
 
 import fcntl
+import json
 import os
 import shutil
 import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from ..engines.addresses import is_this_machine
 from ..errors import ConfigurationError, WeightSyncError
+from . import ADAPTER, ADAPTER_CONFIG
 
 
 SHARD_BYTES = 1 << 29  # additional memory needed while writing
@@ -29,7 +31,8 @@ PREFIX = "trl_darts-"
 
 class WeightDirectory:
     """
-    Holds the newest written version, `<parent>/trl_darts-<id>/v<version>`, and removes it at the end.
+    Holds the newest written version, `<parent>/trl_darts-<id>/v<version>`, and removes it at the end. Of adapters, it
+    holds all versions that servers have.
 
     Without `sync_dir`, the parent is shared memory, or the temporary directory if a version would take more than half
     of the free memory. Directories of killed runs are removed by the next run on the same machine.
@@ -50,9 +53,18 @@ class WeightDirectory:
         # Called when the interpreter exits, at the latest.
         self.close = weakref.finalize(self, _remove, self.roots, self._locks)
 
+    @property
+    def name(self) -> str:
+        """A name that no other run has."""
+        return self.roots[-1].name
+
+    def can_be_read_by(self, url: str) -> bool:
+        """Whether a server can read the directory, unless the shared one is not what it should be."""
+        return not self.is_local or is_this_machine(urlsplit(url).hostname or "")
+
     def check_server(self, url: str) -> None:
         """Raises [`ConfigurationError`] if a server is on another machine and can't read a local directory."""
-        if self.is_local and not is_this_machine(urlsplit(url).hostname or ""):
+        if not self.can_be_read_by(url):
             raise ConfigurationError(
                 f"The vLLM server at {url} is on another machine and can't read this machine's local files. Set "
                 "`weight_sync='filesystem'`, and `weight_sync_dir` to a directory that both can access under one path."
@@ -77,6 +89,25 @@ class WeightDirectory:
 
     def write(self, version: int, named_params: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
         """Writes a version of `num_bytes`, one shard in memory at a time, and returns its directory."""
+
+        def fill(path: Path) -> None:
+            for index, shard in enumerate(self._shards(named_params)):
+                save_file(shard, path / f"model-{index:05d}.safetensors")
+
+        return self._publish(version, fill, num_bytes)
+
+    def write_adapter(self, version: int, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
+        """Writes a version of a LoRA adapter, and returns its directory."""
+
+        def fill(path: Path) -> None:
+            text = json.dumps(config)
+            save_file(tensors, path / ADAPTER, {ADAPTER_CONFIG: text})  # also inside, for servers that get the file
+            (path / ADAPTER_CONFIG).write_text(text)
+
+        return self._publish(version, fill, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _publish(self, version: int, fill: Callable[[Path], None], num_bytes: int) -> Path:
+        """Fills the directory of a version, which appears at once."""
         root = self.roots[-1]
         try:
             if not self._locks:
@@ -84,8 +115,7 @@ class WeightDirectory:
             root = next((root for root in self.roots[:-1] if 2 * num_bytes <= _free_bytes(root)), root)
             partial = root / f".v{version}.partial"
             partial.mkdir()
-            for index, shard in enumerate(self._shards(named_params)):
-                save_file(shard, partial / f"model-{index:05d}.safetensors")
+            fill(partial)
             partial.rename(root / f"v{version}")
         except BaseException as error:
             shutil.rmtree(root / f".v{version}.partial", ignore_errors=True)
@@ -110,11 +140,12 @@ class WeightDirectory:
         if shard:
             yield shard
 
-    def keep_only(self, version: int) -> None:
-        """Removes every other version. This one stays for servers that reconnect."""
+    def keep_only(self, versions: Collection[int]) -> None:
+        """Removes every other version. The newest one stays for servers that reconnect."""
+        names = {f"v{version}" for version in versions}
         for root in self.roots:
             for path in root.glob("v*"):
-                if path.name != f"v{version}":
+                if path.name not in names:
                     shutil.rmtree(path, ignore_errors=True)
 
 

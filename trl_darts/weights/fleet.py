@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | Path | None = None) -> str:
-    """Resolves `weight_sync` for a device to `"nccl"` or `"filesystem"`. Raises for settings that can't work."""
+    """
+    Resolves `weight_sync` for a device to `"nccl"`, `"filesystem"` or `"adapter"`. What "auto" returns is for merged
+    weights: whether the adapter alone is sent is known with the model. Raises for settings that can't work.
+    """
     one_of(WEIGHT_SYNCS).check("weight_sync", weight_sync)
     if weight_sync == "auto":
         weight_sync = "nccl" if device.type == "cuda" else "filesystem"
@@ -128,7 +131,7 @@ class FleetVLLMClient:
             self.num_bytes = num_bytes(metadata)
             path = self._directory.write(version, cast(metadata, params), self.num_bytes)
         self._engine.call(self._load(path))
-        self._directory.keep_only(version)
+        self._directory.keep_only([version])
 
     def catch_up(self, metadata: Metadata, named_params: NamedParams) -> None:
         """Sends the last sync's weights, which the trainer must still have, to waiting servers over NCCL."""
@@ -191,12 +194,15 @@ class FleetVLLMClient:
             urls = [url for url, member in pool.members.items() if takes_part(member)]
             ready = await asyncio.gather(*(self._prepare(pool, url) for url in urls))
             members = {url: pool.members[url] for url, is_ready in zip(urls, ready, strict=True) if is_ready}
-            update = WeightUpdate(members, pool.version, pool.report_update, pool.keeps_kv)
+            update = self._begin(pool, members)
             try:
                 async with update:
                     yield update
             finally:
                 await asyncio.gather(*(self._rejoin(pool, url, update) for url in members))
+
+    def _begin(self, pool: ServerPool, members: dict[str, Member]) -> WeightUpdate:
+        return WeightUpdate(members, pool.version, pool.report_update, pool.keeps_kv)
 
     async def _prepare(self, pool: ServerPool, url: str) -> bool:
         """Forms a new group with a server that reconnected, and wakes up a sleeping one. Returns success."""
@@ -231,7 +237,7 @@ class FleetVLLMClient:
         self, prompts: list[Any], features: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, list[Any] | None]:
         """Generates as TRL's client does, with an equal share of the prompts on each server."""
-        clients = [BlockingVLLMClient(self._engine, url) for url in self._urls_up]
+        clients = [self._client(url) for url in self._urls_up]
         share = -(-len(prompts) // len(clients))
         starts = range(0, len(prompts), max(share, 1))
 
@@ -249,6 +255,12 @@ class FleetVLLMClient:
     def image_features(self, images: list[Any]) -> list[dict[str, Any] | None]:
         """Returns image features for [`~FleetVLLMClient.generate`]."""
         return image_features(self._engine, self._urls_up, images)
+
+    def _client(self, url: str) -> BlockingVLLMClient:
+        client = BlockingVLLMClient(self._engine, url)
+        member = self._engine.members[url]
+        client.model = member.model_name(member.version) or client.model
+        return client
 
     @property
     def _urls_up(self) -> list[str]:

@@ -44,10 +44,16 @@ def as_served(metadata: Metadata, dtype: torch.dtype | None) -> Metadata:
 
     def served(name: str, current: str, shape: list[int]) -> tuple[str, str, list[int]]:
         found = getattr(torch, current)
-        smaller = found.is_floating_point and dtype.itemsize < found.itemsize and len(shape) > 1
-        return name, str(dtype).removeprefix("torch.") if smaller else current, shape
+        sent = smaller_dtype(found, dtype) if len(shape) > 1 else found
+        return name, str(sent).removeprefix("torch."), shape
 
     return [served(*entry) for entry in metadata]
+
+
+def smaller_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the servers' `dtype` if it is smaller than that of a parameter, which is kept otherwise."""
+    is_smaller = dtype is not None and own.is_floating_point and dtype.itemsize < own.itemsize
+    return dtype if is_smaller and dtype is not None else own
 
 
 def cast(metadata: Metadata, named_params: Iterable[tuple[str, torch.Tensor]]) -> NamedParams:

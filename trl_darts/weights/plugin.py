@@ -1,9 +1,10 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It fixes `reload_weights` for training, and speculative decoding, and tells how many tokens each request has. It never
-imports a module of vLLM before vLLM does, which would take seconds in each process, and bind kernels that the platform
-replaces later. It only warns if vLLM's interfaces differ, so that it does not break a server.
+It fixes `reload_weights` for training, and speculative decoding, and tells how many tokens each request has, and which
+layers of an adapter are not used. It never imports a module of vLLM before vLLM does, which would take seconds in each
+process, and bind kernels that the platform replaces later. It only warns if vLLM's interfaces differ, so that it does
+not break a server.
 """
 
 import functools
@@ -27,7 +28,9 @@ CORE_MODULE = "vllm.v1.engine.core"
 EXPERTS_MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # also the base of the CPU's and XPU's
 CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # only imported on a CPU
-NUM_OUTPUTS, PROBE = "trl_darts_num_outputs", "trl_darts_probe"  # methods of `/collective_rpc`
+# Methods of `/collective_rpc`.
+NUM_OUTPUTS, PROBE = "trl_darts_num_outputs", "trl_darts_probe"
+UNUSED, IN_USE = "trl_darts_unused_layers", "trl_darts_adapters_in_use"
 
 logger = logging.getLogger("vllm.trl_darts")
 
@@ -36,7 +39,7 @@ def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Can be called repeatedly."""
     when_imported(WORKER_MODULE, _patch_worker)
     when_imported(EXPERTS_MODULE, pack_reloaded_experts)
-    when_imported(CORE_MODULE, _count_outputs)
+    when_imported(CORE_MODULE, _tell_of_requests)
     when_imported(RUNNER_MODULE, pass_batch)
     when_imported(RUNNER_MODULE, spare_generators)
     when_imported(CPU_KERNELS_MODULE, fix_expand)
@@ -68,6 +71,7 @@ def _patch_worker(module: ModuleType) -> None:
     reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
     module.Worker.reload_weights = reload_weights
     setattr(module.Worker, PROBE, _answer)
+    setattr(module.Worker, UNUSED, _unused_layers)
     notify_drafter(module.Worker)
 
 
@@ -76,11 +80,22 @@ def _answer(worker: Any, **kwargs: Any) -> dict[str, Any]:
     return {**probe(**kwargs), "seeds": spares_generators(worker.model_runner)}
 
 
-def _count_outputs(module: ModuleType) -> None:
+def _unused_layers(worker: Any) -> list[str]:
     """
-    Adds the method [`NUM_OUTPUTS`] to `/collective_rpc`: the number of output tokens of each request, by its ID. No
-    endpoint has it, and tokens reach a client later. vLLM 0.32 has versions in the responses of
-    `/inference/v1/generate`, at their end.
+    Returns the layers of loaded adapters that vLLM leaves out without a message, because its model does not have them
+    under that name, or does not adapt them.
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    layers = {name for adapter in manager.list_adapters().values() for name in adapter.loras}
+    return sorted(layers - manager.modules.keys())
+
+
+def _tell_of_requests(module: ModuleType) -> None:
+    """
+    Adds two methods to `/collective_rpc`, because no endpoint tells either. [`NUM_OUTPUTS`]: the number of output
+    tokens of each request, by its ID, which reach a client later. (vLLM 0.32 has versions in the responses of
+    `/inference/v1/generate`, at their end.) [`IN_USE`]: the adapters that requests decode with. If one of these is
+    unloaded, vLLM loads it again from its file.
     """
     original = module.EngineCore.collective_rpc
     if hasattr(original, NUM_OUTPUTS):
@@ -88,9 +103,12 @@ def _count_outputs(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method != NUM_OUTPUTS:
-            return original(self, method, *args, **kwargs)
-        return [{name: request.num_output_tokens for name, request in self.scheduler.requests.items()}]
+        requests = self.scheduler.requests
+        if method == NUM_OUTPUTS:
+            return [{name: request.num_output_tokens for name, request in requests.items()}]
+        if method == IN_USE:
+            return [sorted({request.lora_request.lora_name for request in requests.values() if request.lora_request})]
+        return original(self, method, *args, **kwargs)
 
     setattr(collective_rpc, NUM_OUTPUTS, True)
     module.EngineCore.collective_rpc = collective_rpc

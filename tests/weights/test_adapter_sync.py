@@ -1,0 +1,231 @@
+"""
+Weights as LoRA adapters, on a real server.
+
+Invariants: a server's log-probs are the trainer's after each sync, and what began before it ends with the weights with
+which it began. No server is paused. Versions that no request names are unloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from benchmarks.vllm_server import start_vllm_server
+from tests.builders import letters_dataset, make_trainer, record_batches, rollout_logs
+from tests.test_continuous import check_versions, recorded, token_reward
+from tests.test_trainer_server import server_args
+from tests.weights.probes import MAX_ERROR, PROBE, load_model, model_logprobs, server_logprobs
+from trl_darts.engines.pool import Member
+from trl_darts.engines.vllm_api import VLLMServer
+from trl_darts.errors import ConfigurationError
+from trl_darts.serving.command import ADAPTERS
+from trl_darts.weights import calls
+from trl_darts.weights.adapter import Adapter
+from trl_darts.weights.files import WeightDirectory
+
+
+pytestmark = pytest.mark.vllm
+LORA = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+MAX_DIFFERENCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+
+
+@pytest.fixture(scope="module")
+def lora_server(model_dir, log_of):
+    """A server that loads LoRA adapters, five at once."""
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 5, "max_model_len": 512, "middleware": ADAPTERS}
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_API_KEY": "secret"}
+    with start_vllm_server(model_dir, log_path=log_of("lora"), env=environment, **options) as server:
+        yield server
+
+
+def loaded(server):
+    return {model["id"] for model in server.request("/v1/models")["data"]} - {server.model}
+
+
+def max_gap(batches):
+    """Returns the largest difference of the log-probs as sampled from the trainer's own, before its step."""
+    gaps = []
+    for batch in batches:
+        mask = batch["completion_mask"].bool()
+        gaps.append((batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask].abs().max().item())
+    return max(gaps)
+
+
+def served_run(server, model_dir, out, **fields):
+    """Trains three steps. Returns the trainer and its batches."""
+    fields = {"learning_rate": 3e-3, "max_completion_length": 48, **fields}
+    trainer = make_trainer(model_dir, server_args(out, server, **fields), peft_config=LORA)
+    batches = record_batches(trainer)
+    trainer.train()
+    return trainer, batches
+
+
+def test_log_probs_are_the_trainers_own(lora_server, model_dir, tmp_path, caplog):
+    """By "auto" too. The server's own weights never change, and the adapters of earlier runs don't matter."""
+    trainer, batches = served_run(lora_server, model_dir, tmp_path)
+    assert len(batches) == 3
+    assert max_gap(batches) < MAX_DIFFERENCE
+    first, *others = rollout_logs(trainer)
+    assert first["darts/sync/logp_difference"] < MAX_DIFFERENCE
+    assert all(entry["darts/sync/bytes"] < 100_000 for entry in (first, *others))
+    run = trainer.vllm_generation.settings.adapters.name
+    assert {name for name in loaded(lora_server) if name.startswith(run)} == {f"{run}-v3"}
+    assert lora_server.request("/weight_info") == {"weight_version": "default"}
+    torch.testing.assert_close(
+        server_logprobs(lora_server, PROBE), model_logprobs(load_model(model_dir), PROBE), atol=MAX_ERROR, rtol=0
+    )
+    assert "is merged" not in caplog.text
+    trainer.vllm_generation.sync_weights()
+    own = trainer.vllm_generation.vllm_client.generate([PROBE], max_tokens=8)  # for a user's `rollout_func`
+    expected = model_logprobs(trainer.model.eval(), PROBE + own["completion_ids"][0])[len(PROBE) - 1 :]
+    torch.testing.assert_close(torch.tensor(own["logprobs"][0])[:, 0], expected, atol=MAX_DIFFERENCE, rtol=0)
+
+
+def test_adapters_of_runs_that_ended_are_unloaded(lora_server, model_dir, tmp_path):
+    trainer, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
+    ended = trainer.vllm_generation.settings.adapters
+    assert f"{ended.name}-v1" in loaded(lora_server)
+    ended.close()
+    trainer, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
+    assert f"{trainer.vllm_generation.settings.adapters.name}-v1" in loaded(lora_server)
+    assert f"{ended.name}-v1" not in loaded(lora_server)
+
+
+def test_answers_keep_the_version_that_they_began_with(lora_server, model_dir, tmp_path, monkeypatch):
+    """In a rollout without an end, which is never paused. Answers of all versions within the bound decode at once."""
+    capacity: Any = Member.capacity
+    monkeypatch.setattr(Member, "capacity", property(lambda member: min(8, capacity.fget(member))))
+    monkeypatch.setattr(calls, "pause", None)
+    most, unload = [], VLLMServer.unload_adapter
+
+    async def counted(server, name):
+        most.append(len(await server.adapters()))
+        await unload(server, name)
+
+    monkeypatch.setattr(VLLMServer, "unload_adapter", counted)
+    fields = {"rollout_ahead": "continuous", "learning_rate": 3e-3, "max_completion_length": 240, "max_steps": 8}
+    fields |= {"generation_kwargs": {"ignore_eos": True}, "schedule": "grpo", "weight_sync": "adapter"}
+    fields |= {"per_device_train_batch_size": 8, "save_rollout_trace": True}
+    fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    args = server_args(tmp_path, lora_server, **fields)
+    data = {"train_dataset": letters_dataset(8), "eval_dataset": letters_dataset(2), "reward_funcs": token_reward}
+    trainer = make_trainer(model_dir, args, peft_config=LORA, **data)
+    notes, ages, batches = recorded(trainer)
+    trainer.train()
+    assert check_versions(trainer, notes, ages, batches) == 0  # no answer is of two versions
+    assert max(age for rows in ages for runs in rows for age, _ in runs) > 0
+    assert max(most) <= 5
+
+
+class TrainsInBetween(TrainerCallback):
+    """Runs another training after the first step, to its end."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.other.train()
+
+
+def test_two_runs_share_a_server(lora_server, model_dir, tmp_path):
+    """Each has its own adapters, which the other one's syncs leave alone."""
+    trainers, batches = [], []
+    for name, rate in (("a", 3e-3), ("b", 1e-2)):
+        args = server_args(tmp_path / name, lora_server, weight_sync="adapter", learning_rate=rate)
+        trainers.append(make_trainer(model_dir, args, peft_config=LORA))
+        batches.append(record_batches(trainers[-1]))
+    first, second = trainers
+    first.add_callback(TrainsInBetween(second))
+    first.train()
+    for own in batches:
+        assert (len(own), max_gap(own) < MAX_DIFFERENCE) == (3, True)
+    for trainer in trainers:
+        run = trainer.vllm_generation.settings.adapters.name
+        assert {name for name in loaded(lora_server) if name.startswith(run)} == {f"{run}-v3"}
+
+
+def test_server_on_another_machine_gets_the_file(lora_server, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(WeightDirectory, "can_be_read_by", lambda self, url: False)
+    _, batches = served_run(lora_server, model_dir, tmp_path, weight_sync="adapter")
+    assert max_gap(batches) < MAX_DIFFERENCE
+    paths = [m["root"] for m in lora_server.request("/v1/models")["data"] if m["id"] in loaded(lora_server)]
+    assert any("trl_darts-adapters-" in path for path in paths)
+
+
+def test_server_that_lost_its_adapter_gets_it_again(lora_server, model_dir, tmp_path, caplog):
+    """As if it had been restarted: its answer to a request that names the adapter is 404."""
+    trainer = make_trainer(model_dir, server_args(tmp_path, lora_server, learning_rate=3e-3), peft_config=LORA)
+    batches = record_batches(trainer)
+    sync = trainer.vllm_generation.sync_weights
+
+    def sync_and_lose():
+        sync()
+        if trainer.state.global_step == 1:
+            name = f"{trainer.vllm_generation.settings.adapters.name}-v2"
+            lora_server._ask("/v1/unload_lora_adapter", json.dumps({"lora_name": name}).encode(), 30)
+
+    trainer.vllm_generation.sync_weights = sync_and_lose
+    trainer.train()
+    assert "so it was restarted" in caplog.text
+    assert trainer.vllm_generation.engine.num_losses == 1
+    assert (len(batches), max_gap(batches) < MAX_DIFFERENCE) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter", "message"),
+    [
+        ({}, {"use_dora": True}, r"`use_dora` \(True\)"),
+        ({}, {"r": 16}, "rank 16, and `--max-lora-rank` is 8"),
+        ({"rollout_ahead": "continuous", "max_staleness": 9}, {}, "up to 10 versions .*, and `--max-loras` is 5"),
+    ],
+)
+def test_refused_before_the_first_step(lora_server, model_dir, tmp_path, fields, adapter, message):
+    config = dataclasses.replace(LORA, **adapter)
+    args = server_args(tmp_path, lora_server, weight_sync="adapter", **fields)
+    with pytest.raises(ConfigurationError, match=rf"`weight_sync` \('adapter'\).*{message}"):
+        make_trainer(model_dir, args, peft_config=config)
+
+
+def test_layers_that_a_server_would_not_use(lora_server, model_dir, tmp_path, monkeypatch):
+    """vLLM only checks the last part of a layer's name, and leaves out layers that it does not have."""
+    zeros = Adapter.zeros
+    renamed = {"base_model.model.model.layers.0": "base_model.model.model.visual.blocks.0"}
+    ((old, new),) = renamed.items()
+    monkeypatch.setattr(Adapter, "zeros", lambda self: {k.replace(old, new): v for k, v in zeros(self).items()})
+    args = server_args(tmp_path, lora_server, weight_sync="adapter")
+    with pytest.raises(ConfigurationError, match=r"does not use \d+ of the adapter's layers, such as model.visual"):
+        make_trainer(model_dir, args, peft_config=LORA)
+    assert not any("trial" in name for name in loaded(lora_server))
+
+
+def test_merged_where_it_is_no_plain_adapter(lora_server, model_dir, tmp_path, caplog):
+    """Last, because the server has other weights of its own then."""
+    config = dataclasses.replace(LORA, r=16)
+    args = server_args(tmp_path, lora_server, learning_rate=3e-3)
+    other = served_run(lora_server, model_dir, tmp_path, max_steps=1)  # its files stay as long as it does
+    with pytest.raises(ConfigurationError, match=r"has the LoRA adapter 'trl_darts-.*' of another run"):
+        make_trainer(model_dir, args, peft_config=config)
+    del other
+    for name in loaded(lora_server):
+        lora_server._ask("/v1/unload_lora_adapter", json.dumps({"lora_name": name}).encode(), 30)
+    trainer = make_trainer(model_dir, args, peft_config=config)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert "is merged into the model" in caplog.text
+    assert "rank 16, and `--max-lora-rank` is 8" in caplog.text
+    assert max_gap(batches) < MAX_DIFFERENCE
+    args = server_args(tmp_path, lora_server, weight_sync="adapter")
+    with pytest.raises(ConfigurationError, match=r"replaced by the weights 'v3' of a run\. Restart it"):
+        make_trainer(model_dir, args, peft_config=LORA)
