@@ -19,7 +19,7 @@ from ..errors import ConfigurationError, TRLDARTSError
 from ..weights.plugin import PROBE
 from ..weights.probe import PREFIX, digest_of
 from .addresses import is_this_machine
-from .pool import FAILURES, describe
+from .failures import FAILURES, describe
 from .preflight import AdapterNeeds, Preflight, Requirements, ServerFacts
 from .vllm_api import VLLMServer, new_session, server_load
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable
 
 from ..errors import TRLDARTSError
+from .failures import describe
 from .monitor import Check, Monitor
-from .pool import State, describe
+from .pool import State
 from .server_list import ServerSource
 
 

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
-from .pool import FAILURES, Member, ServerPool, State, describe, is_our_own
+from .failures import FAILURES, describe, is_our_own
+from .pool import Member, ServerPool, State
 from .vllm_api import VLLMServer, max_num_seqs, sampling_of, server_load
 from .waiting import Deadlines, LoopLag
 

@@ -13,7 +13,6 @@ the weights of the last weight sync (`version`), with which the rollout runs.
 """
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -21,16 +20,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-import aiohttp
-
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
+from .failures import FAILURES, describe
 from .server_log import ServerLogs, explain
-from .vllm_api import TURN_TIMEOUT_S, Sampling, ServerRefusedError, VLLMServer
+from .vllm_api import TURN_TIMEOUT_S, Sampling, VLLMServer
 
 
 RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer
-OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
-FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
 logger = logging.getLogger(__name__)
@@ -368,22 +364,3 @@ class ServerPool:
         member.limit.observe(load, self._num_held(url))
         if member.capacity != capacity and member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
-
-
-def is_our_own(error: BaseException) -> bool:
-    """Whether a connection failed because this process or machine has too many, which says nothing of the server."""
-    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in OWN_ERRORS
-
-
-def describe(error: BaseException | None, waited_for: str) -> str:
-    """Returns a message for an error. `waited_for` describes a timeout, which has no message."""
-    if isinstance(error, ServerRefusedError):
-        return str(error)
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
-        return "nothing listens there"
-    reset = isinstance(error, OSError) and error.errno == errno.ECONNRESET
-    if reset or isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
-        return "it closed the connection in the middle of an answer"
-    if isinstance(error, TimeoutError) and not str(error):
-        return f"no answer to {waited_for}"
-    return f"{type(error).__name__}: {error}"

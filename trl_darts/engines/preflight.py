@@ -15,7 +15,7 @@ import aiohttp
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError, did_you_mean
-from .pool import FAILURES, describe
+from .failures import FAILURES, describe
 from .sampling import user_seed
 from .vllm_api import (
     LOAD_ADAPTER,

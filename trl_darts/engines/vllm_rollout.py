@@ -42,9 +42,10 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.scheduler import MAX_STALLS
+from .failures import describe, is_our_own
 from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
 from .monitor import Monitor
-from .pool import Member, State, describe, is_our_own
+from .pool import Member, State
 from .sampling import RolloutSeed
 from .vllm_api import (
     CompletionChunk,

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from ..engines.failures import FAILURES, describe
 from ..engines.main_process import MainProcess
-from ..engines.pool import FAILURES, Member, State, describe
+from ..engines.pool import Member, State
 from ..engines.vllm_api import CompletionRequest, ServerPrompt, num_engines
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import WeightSyncError

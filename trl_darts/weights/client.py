@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 
-from ..engines.pool import describe
+from ..engines.failures import describe
 from ..engines.vllm_api import ServerBrokenError
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import GenerationError

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..engines.pool import Member, ServerPool, State, describe
+from ..engines.failures import describe
+from ..engines.pool import Member, ServerPool, State
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
 from ..scheduling.rules import one_of
