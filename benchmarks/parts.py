@@ -217,7 +217,7 @@ def _step_table(size: str, correction: str, checkpointing: str, lines: Mapping[i
     text = textwrap.fill(
         f"**Model {size}, correction for sampling log-probs {correction}, gradient checkpointing {checkpointing}.** "
         f"{line['rows'].replace(' by 4', '')}. Gradients differ from TRL's by at most {worst:.0e} of their norm. "
-        f"{line['machine']['device']}.",
+        f"{line['machine']['device']}{', beside other programs' * line['machine'].get('busy', False)}.",
         119,
     )
     header = ["prompt: rows", "s per step", "speed-up over TRL's", "computed", "memory (MiB)"]
