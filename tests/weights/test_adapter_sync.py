@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from benchmarks.vllm_server import start_vllm_server
+from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import letters_dataset, make_trainer, record_batches, rollout_logs
 from tests.test_continuous import check_versions, recorded, token_reward
 from tests.test_trainer_server import server_args
@@ -33,6 +35,8 @@ from trl_darts.weights.files import WeightDirectory
 pytestmark = pytest.mark.vllm
 LORA = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 MAX_DIFFERENCE = 1e-5
+OPTIONS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 5, "max_model_len": 512, "middleware": ADAPTERS}
+ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_API_KEY": "secret"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +47,7 @@ def key(monkeypatch):
 @pytest.fixture(scope="module")
 def lora_server(model_dir, log_of):
     """A server that loads LoRA adapters, five at once."""
-    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 5, "max_model_len": 512, "middleware": ADAPTERS}
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_API_KEY": "secret"}
-    with start_vllm_server(model_dir, log_path=log_of("lora"), env=environment, **options) as server:
+    with start_vllm_server(model_dir, log_path=log_of("lora"), env=ENVIRONMENT, **OPTIONS) as server:
         yield server
 
 
@@ -179,8 +181,44 @@ def test_server_that_lost_its_adapter_gets_it_again(lora_server, model_dir, tmp_
     trainer.vllm_generation.sync_weights = sync_and_lose
     trainer.train()
     assert "so it was restarted" in caplog.text
-    assert trainer.vllm_generation.engine.num_losses == 1
+    assert trainer.vllm_generation.engine.num_losses >= 1
     assert (len(batches), max_gap(batches) < MAX_DIFFERENCE) == (3, True)
+
+
+class Restarts(TrainerCallback):
+    """Kills a server after the third step, and starts it again at its address."""
+
+    def __init__(self, server, model_dir, log_path, options):
+        self.server, self.stack = server, ExitStack()
+        self.start = partial(start_vllm_server, model_dir, log_path=log_path, wait=False, **options)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            self.server.kill()
+            self.stack.enter_context(self.start())
+
+
+@pytest.mark.slow
+def test_restart_during_a_rollout_without_an_end(model_dir, tmp_path, log_of, monkeypatch):
+    """The server gets the current version. What it had begun continues under it, and each token has its version."""
+    capacity: Any = Member.capacity
+    monkeypatch.setattr(Member, "capacity", property(lambda member: min(8, capacity.fget(member))))
+    options = {**OPTIONS, "env": ENVIRONMENT, "port": free_port()}
+    fields = {"rollout_ahead": "continuous", "learning_rate": 3e-3, "max_completion_length": 200, "max_steps": 8}
+    fields |= {"generation_kwargs": {"ignore_eos": True}, "schedule": "grpo", "weight_sync": "adapter"}
+    fields |= {"per_device_train_batch_size": 8, "vllm_server_timeout": 600.0}
+    with start_vllm_server(model_dir, log_path=log_of("lora-killed"), **options) as server:
+        args = server_args(tmp_path, server, **fields)
+        data = {"train_dataset": letters_dataset(8), "reward_funcs": token_reward}
+        trainer = make_trainer(model_dir, args, peft_config=LORA, **data)
+        notes, ages, batches = recorded(trainer)
+        restarts = Restarts(server, model_dir, log_of("lora-again"), options)
+        trainer.add_callback(restarts)
+        with restarts.stack:
+            trainer.train()
+            assert trainer.vllm_generation.engine.num_losses >= 1  # more on a busy machine
+    assert len(batches) == 8
+    check_versions(trainer, notes, ages, batches)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """
-Transfers weights from the trainer to vLLM servers: over NCCL (as TRL does), or through files without CUDA.
+Transfers weights from the trainer to vLLM servers: over NCCL (as TRL does), through files, or as LoRA adapters.
 
 `plugin` and `reload` run in the servers' processes, the other modules in the trainer. Every vLLM process imports this
 package, so it must stay empty of heavy imports.
