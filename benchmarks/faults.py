@@ -2,7 +2,7 @@
 Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
     python -m benchmarks.faults [--kills 20] [--freezes 5]
-    python -m benchmarks.faults --ahead | --continuous | --stop | --defer | --tail | --suffix
+    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix
 
 `trl-darts serve --restart` runs two real servers of the tiny reasoner. At random moments, also during weight syncs, a
 random server is killed with SIGKILL, or stopped with SIGSTOP for 15 seconds. The run ends some steps after the last
@@ -13,6 +13,7 @@ of their rollout. No other server may be lost.
 - ahead: with `rollout_ahead=1`.
 - continuous: rollouts never end, log-probs are compared with the weights of each token's version, and no prompt may be
   trained on twice.
+- waves: groups are trained on as they finish; otherwise as with continuous.
 - stop: with a stop string, so that no candidate may continue from its tokens.
 - defer: groups wait for long rounds, and a fifth of the prompts is audited.
 - tail: another server takes over the last 16 candidates.
@@ -60,6 +61,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "default": {},
     "ahead": {"rollout_ahead": 1},
     "continuous": {"rollout_ahead": "continuous"},
+    "waves": {
+        "stream_training": True,
+        "schedule": "grpo",
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+    },
     "stop": {"generation_kwargs": {"stop": ["\x00never said"]}},
     "defer": {"defer_unsettled_groups": True, "audit_share": 0.2},
     "tail": {"tail_switch_at": 16},
@@ -195,8 +202,9 @@ class Audit:
         return received
 
     def _opened(self, scheduler: Scheduler, *args: Any) -> Any:
-        """Audits a rollout without an end, batch by batch."""
+        """Audits a rollout whose groups are taken while it runs, batch by batch."""
         received, take, begin = self._count(scheduler), scheduler.take, [time.perf_counter()]
+        before = self.counts["submitted"]
         run, future = self._open(scheduler, *args)
 
         def taken(group_ids: Sequence[int], now: float) -> RolloutResult:
@@ -210,7 +218,7 @@ class Audit:
                 self.counts["tokens in candidates"] += candidate.length
                 if candidate.segment > 0 and candidate.length:
                     self._compare_versions(texts[candidate.group_id], candidate)
-            self.counts["submitted"] = scheduler.ledger.num_submitted
+            self.counts["submitted"] = before + scheduler.ledger.num_submitted
             ended = sum(self.counts[name] for name in ("ended", "resumed", "dropped"))
             self.counts["unaccounted"] += abs(self.counts["submitted"] - ended - scheduler.ledger.num_running)
             self.rollouts.append((begin[0], now))
@@ -311,12 +319,11 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
         vllm_tail_server_url=",".join(tail_urls) or None,
         vllm_health_timeout_s=HEALTH_TIMEOUT_S,
         num_generations=8,
-        per_device_train_batch_size=64,
         max_completion_length=256,
         max_steps=100_000,
         learning_rate=1e-6,  # so that answers stay long
         seed=seed,
-        **fields,
+        **{"per_device_train_batch_size": 64, **fields},
     )
     trainer = make_trainer(str(CHECKPOINT), accuracy_reward, args, make_dataset(64, seed=0))
     audit = Audit(trainer)

@@ -240,7 +240,7 @@ def test_a_paused_server_knows_what_each_request_has(server):
     [
         ({"steps_per_generation": 4, "max_staleness": 3}, r"`max_staleness` \(3\) must be at least 4, the optimizer"),
         ({"stream_rewards": True}, r"`stream_rewards` \(True\) does not run with"),
-        ({"stream_logprobs": True}, r"`stream_logprobs` \(True\) does not run with `rollout_ahead` \(continuous\)"),
+        ({"stream_logprobs": True}, r"`stream_logprobs` \(True\) does not run with `rollout_ahead` \('continuous'\)"),
         ({"vllm_tail_server_url": "http://127.0.0.1:9", "tail_switch_at": 4}, r"whose rollout has no tail"),
         ({"mask_stale_after": 4}, r"`mask_stale_after` \(4\) has no effect with `max_staleness` \(4\)"),
     ],

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from tests.model_server import model_server
+from tests.test_trainer_server import server_args
 
 
 pytestmark = pytest.mark.vllm  # only imported by TRL
@@ -131,6 +132,16 @@ FREED: dict[str, dict[str, Any]] = {
     "in process": {},
     "in process, continuous batching": {"use_transformers_continuous_batching": True},
 }
+
+
+def test_an_engine_ends_with_its_trainer(server, model_dir, tmp_path):
+    """Its thread would go on checking the servers, and send old weights to those that return."""
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1))
+    trainer.train()
+    engine = weakref.ref(trainer.vllm_generation.engine)
+    del trainer
+    gc.collect()
+    assert engine() is None
 
 
 @pytest.mark.parametrize("name", FREED)

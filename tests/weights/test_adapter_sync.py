@@ -51,6 +51,9 @@ def lora_server(model_dir, log_of):
         yield server
 
 
+args_of = partial(server_args, reuse_logprobs=False)  # batches have the log-probs that are compared
+
+
 def loaded(server):
     return {model["id"] for model in server.request("/v1/models")["data"]} - {server.model}
 
@@ -67,7 +70,7 @@ def max_gap(batches):
 def served_run(server, model_dir, out, **fields):
     """Trains three steps. Returns the trainer and its batches."""
     fields = {"learning_rate": 3e-3, "max_completion_length": 48, **fields}
-    trainer = make_trainer(model_dir, server_args(out, server, **fields), peft_config=LORA)
+    trainer = make_trainer(model_dir, args_of(out, server, **fields), peft_config=LORA)
     batches = record_batches(trainer)
     trainer.train()
     return trainer, batches
@@ -120,7 +123,7 @@ def test_answers_keep_the_version_that_they_began_with(lora_server, model_dir, t
     fields |= {"generation_kwargs": {"ignore_eos": True}, "schedule": "grpo", "weight_sync": "adapter"}
     fields |= {"per_device_train_batch_size": 8, "save_rollout_trace": True}
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
-    args = server_args(tmp_path, lora_server, **fields)
+    args = args_of(tmp_path, lora_server, **fields)
     data = {"train_dataset": letters_dataset(8), "eval_dataset": letters_dataset(2), "reward_funcs": token_reward}
     trainer = make_trainer(model_dir, args, peft_config=LORA, **data)
     notes, ages, batches = recorded(trainer)
@@ -145,7 +148,7 @@ def test_two_runs_share_a_server(lora_server, model_dir, tmp_path):
     """Each has its own adapters, which the other one's syncs leave alone."""
     trainers, batches = [], []
     for name, rate in (("a", 3e-3), ("b", 1e-2)):
-        args = server_args(tmp_path / name, lora_server, weight_sync="adapter", learning_rate=rate)
+        args = args_of(tmp_path / name, lora_server, weight_sync="adapter", learning_rate=rate)
         trainers.append(make_trainer(model_dir, args, peft_config=LORA))
         batches.append(record_batches(trainers[-1]))
     first, second = trainers
@@ -168,7 +171,7 @@ def test_server_on_another_machine_gets_the_file(lora_server, model_dir, tmp_pat
 
 def test_server_that_lost_its_adapter_gets_it_again(lora_server, model_dir, tmp_path, caplog):
     """As if it had been restarted: its answer to a request that names the adapter is 404."""
-    trainer = make_trainer(model_dir, server_args(tmp_path, lora_server, learning_rate=3e-3), peft_config=LORA)
+    trainer = make_trainer(model_dir, args_of(tmp_path, lora_server, learning_rate=3e-3), peft_config=LORA)
     batches = record_batches(trainer)
     sync = trainer.vllm_generation.sync_weights
 
@@ -208,7 +211,7 @@ def test_restart_during_a_rollout_without_an_end(model_dir, tmp_path, log_of, mo
     fields |= {"generation_kwargs": {"ignore_eos": True}, "schedule": "grpo", "weight_sync": "adapter"}
     fields |= {"per_device_train_batch_size": 8, "vllm_server_timeout": 600.0}
     with start_vllm_server(model_dir, log_path=log_of("lora-killed"), **options) as server:
-        args = server_args(tmp_path, server, **fields)
+        args = args_of(tmp_path, server, **fields)
         data = {"train_dataset": letters_dataset(8), "reward_funcs": token_reward}
         trainer = make_trainer(model_dir, args, peft_config=LORA, **data)
         notes, ages, batches = recorded(trainer)
@@ -231,7 +234,7 @@ def test_restart_during_a_rollout_without_an_end(model_dir, tmp_path, log_of, mo
 )
 def test_refused_before_the_first_step(lora_server, model_dir, tmp_path, fields, adapter, message):
     config = dataclasses.replace(LORA, **adapter)
-    args = server_args(tmp_path, lora_server, weight_sync="adapter", **fields)
+    args = args_of(tmp_path, lora_server, weight_sync="adapter", **fields)
     with pytest.raises(ConfigurationError, match=rf"`weight_sync` \('adapter'\).*{message}"):
         make_trainer(model_dir, args, peft_config=config)
 
@@ -242,7 +245,7 @@ def test_layers_that_a_server_would_not_use(lora_server, model_dir, tmp_path, mo
     renamed = {"base_model.model.model.layers.0": "base_model.model.model.visual.blocks.0"}
     ((old, new),) = renamed.items()
     monkeypatch.setattr(Adapter, "zeros", lambda self: {k.replace(old, new): v for k, v in zeros(self).items()})
-    args = server_args(tmp_path, lora_server, weight_sync="adapter")
+    args = args_of(tmp_path, lora_server, weight_sync="adapter")
     with pytest.raises(ConfigurationError, match=r"does not use \d+ of the adapter's layers, such as model.visual"):
         make_trainer(model_dir, args, peft_config=LORA)
     assert not any("trial" in name for name in loaded(lora_server))
@@ -251,7 +254,7 @@ def test_layers_that_a_server_would_not_use(lora_server, model_dir, tmp_path, mo
 def test_merged_where_it_is_no_plain_adapter(lora_server, model_dir, tmp_path, caplog):
     """Last, because the server has other weights of its own then."""
     config = dataclasses.replace(LORA, r=16)
-    args = server_args(tmp_path, lora_server, learning_rate=3e-3)
+    args = args_of(tmp_path, lora_server, learning_rate=3e-3)
     other = served_run(lora_server, model_dir, tmp_path, max_steps=1)  # its files stay as long as it does
     with pytest.raises(ConfigurationError, match=r"has the LoRA adapter 'trl_darts-.*' of another run"):
         make_trainer(model_dir, args, peft_config=config)
@@ -264,6 +267,6 @@ def test_merged_where_it_is_no_plain_adapter(lora_server, model_dir, tmp_path, c
     assert "is merged into the model" in caplog.text
     assert "rank 16, and `--max-lora-rank` is 8" in caplog.text
     assert max_gap(batches) < MAX_DIFFERENCE
-    args = server_args(tmp_path, lora_server, weight_sync="adapter")
+    args = args_of(tmp_path, lora_server, weight_sync="adapter")
     with pytest.raises(ConfigurationError, match=r"replaced by the weights 'v3' of a run\. Restart it"):
         make_trainer(model_dir, args, peft_config=LORA)

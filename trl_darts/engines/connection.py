@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,12 +128,17 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
     if settings.source is not None:
         settings = replace(settings, base_urls=[*_listed(settings), *settings.tail_urls])
 
+    # Weak: the engine's thread holds `bring_back`, and ends with the engine.
+    opened: list[weakref.ref[VLLMServerEngine]] = []
+
     async def bring_back(member: Member, version: int) -> bool:
-        if member.adapter is not None and settings.adapters is not None:
-            return await refresh_adapter(await engine.pool(), member, version, settings.adapters)
+        own = opened[0]()
+        if member.adapter is not None and settings.adapters is not None and own is not None:
+            return await refresh_adapter(await own.pool(), member, version, settings.adapters)
         return await refresh(member, version, None if directory is None else directory.path(version))
 
     engine = open_engine(settings, bring_back)
+    opened.append(weakref.ref(engine))
     try:
         return engine, _merge(_check_all(engine, settings), settings.tail_urls)
     except BaseException:
