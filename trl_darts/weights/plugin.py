@@ -82,11 +82,13 @@ def _answer(worker: Any, **kwargs: Any) -> dict[str, Any]:
 
 def _unused_layers(worker: Any) -> list[str]:
     """
-    Returns the layers of loaded adapters that vLLM leaves out without a message, because its model does not have them
-    under that name, or does not adapt them.
+    Returns the layers of the newest adapter that vLLM leaves out without a message, because its model does not have
+    them under that name, or does not adapt them. Older ones may be of other runs, and stay here after they are
+    unloaded.
     """
     manager = worker.model_runner.lora_manager._adapter_manager
-    layers = {name for adapter in manager.list_adapters().values() for name in adapter.loras}
+    adapters = manager.list_adapters()
+    layers = set(adapters[max(adapters)].loras) if adapters else set()
     return sorted(layers - manager.modules.keys())
 
 
