@@ -129,6 +129,17 @@ def test_server_engine(launches):
     assert_same_rollouts(launches("ddp", "server"))
 
 
+def checked_groups(rows):
+    """Splits a batch into groups. Asserts that prompts, answers and advantages of each belong together."""
+    groups = [rows[start : start + 4] for start in range(0, 12, 4)]
+    for group in groups:
+        assert len({prompt for prompt, _, _, _ in group}) == 1
+        assert all(prompt[-1] == letter for prompt, letter, _, _ in group)
+        lengths = [length for _, _, length, _ in group]
+        assert [row[3] for row in group] == pytest.approx(np.subtract(lengths, np.mean(lengths)), abs=1e-3)
+    return groups
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("backend", "scenario"),
@@ -150,12 +161,7 @@ def test_batches_that_are_not_the_loaders(launches, backend, scenario):
     for step in range(num_steps := len(ranks[0]["rows"])):
         rows = rows_of(ranks, step)
         assert len(rows) == 12
-        for start in range(0, 12, 4):
-            group = rows[start : start + 4]
-            assert len({prompt for prompt, _, _, _ in group}) == 1
-            assert all(prompt[-1] == letter for prompt, letter, _, _ in group)
-            lengths = [length for _, _, length, _ in group]
-            assert [row[3] for row in group] == pytest.approx(np.subtract(lengths, np.mean(lengths)), abs=1e-3)
+        for group in checked_groups(rows):
             epochs[step // 3][group[0][0]] += 1
     assert num_steps == (6 if scenario == "partial_rollout" else 3)
     assert all(
@@ -170,13 +176,7 @@ def test_waves_are_of_whole_groups(launches, backend):
     ranks = launches(backend, "waves")
     waves = [rows_of(ranks, step) for step in range(len(ranks[0]["rows"]))]
     assert len(waves) == 6
-    for rows in waves:
-        for start in range(0, 12, 4):
-            group = rows[start : start + 4]
-            assert len({prompt for prompt, _, _, _ in group}) == 1
-            assert all(prompt[-1] == letter for prompt, letter, _, _ in group)
-            lengths = [length for _, _, length, _ in group]
-            assert [row[3] for row in group] == pytest.approx(np.subtract(lengths, np.mean(lengths)), abs=1e-3)
+    assert [len(checked_groups(rows)) for rows in waves] == [3] * 6
     for first, second in zip(waves[::2], waves[1::2], strict=True):
         assert len({prompt for prompt, _, _, _ in first + second}) == 6
     assert all(0 < float(line["grad_norm"]) < math.inf for line in ranks[0]["log"] if "grad_norm" in line)

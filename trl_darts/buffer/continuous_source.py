@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engines.batch import PromptBatch
 from ..engines.engine import RolloutPlan
-from ..scheduling import Admission, Continuous, FreshGroups, RolloutResult, Scheduler
+from ..scheduling import Admission, Continuous, FreshGroups, RolloutResult
 from ..scheduling.continuous import entering
 from ..telemetry.metrics import RolloutRecord
 from ..training.rows import BufferedRows
@@ -42,18 +42,12 @@ class ContinuousSource(BufferSource):
         args, ids = self.trainer.args, self.batches.round_ids
         self._admission, plans = self.batches.plan(self.trainer.state.global_step)
         if self._scheduler is None:
-            self._scheduler = self.scheduler()
+            policies = args.policies(batch_stop=Continuous(), rollout=self.number)
+            self._scheduler = self.scheduler(policies, args.num_generations)
         plans = entering(plans, ids, args.submit_order)
         prompts = self.batches.prompts([plan.group_id for plan in plans])
         keeps = args.kv_after_update == "keep"
         self.trainer._engine.extend(RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps), prompts)
-
-    def scheduler(self) -> Scheduler:
-        """Returns what decides the rollout, on the main process."""
-        args = self.trainer.args
-        drops = args.on_generation_error == "drop_group"
-        policies = args.policies(batch_stop=Continuous())
-        return Scheduler(policies, args.num_generations, drops, carries_tokens=not args.not_carried)
 
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides which groups are taken, on the main process."""

@@ -112,11 +112,14 @@ class RolloutSource(TRLSource, Generic[R]):
 
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides before a rollout, on the main process."""
-        args = self.trainer.args
         admission, groups, policies = self.decide(batch, self.number + ahead)
+        return RolloutPlan(admission, groups, self.scheduler(policies, batch.num_generations))
+
+    def scheduler(self, policies: SchedulePolicies, num_generations: int) -> Scheduler:
+        """Returns what decides during a rollout. Called on the main process."""
+        args = self.trainer.args
         drops = args.on_generation_error == "drop_group"
-        scheduler = Scheduler(policies, batch.num_generations, drops, carries_tokens=not args.not_carried)
-        return RolloutPlan(admission, groups, scheduler)
+        return Scheduler(policies, num_generations, drops, carries_tokens=not args.not_carried)
 
     def shares(self, rows: R, batch: PromptBatch) -> list[R]:
         """Returns the rows of each process. Called on the main process."""

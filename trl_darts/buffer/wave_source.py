@@ -6,7 +6,7 @@ from typing import Any
 
 from ..engines.batch import PromptBatch
 from ..engines.engine import RolloutPlan
-from ..scheduling import Continuous, FinishedGroups, Scheduler
+from ..scheduling import FinishedGroups
 from ..telemetry.metrics import RolloutRecord
 from .batch import Batch
 from .batches import BufferedBatches
@@ -45,11 +45,6 @@ class WaveSource(ContinuousSource):
 
     def launch_next(self) -> None:
         """Nothing: the next batch is sampled with the next weights."""
-
-    def scheduler(self) -> Scheduler:
-        args = self.trainer.args
-        policies = args.policies(batch_stop=Continuous(), rollout=self.number)
-        return Scheduler(policies, args.num_generations, args.on_generation_error == "drop_group")
 
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides which groups are taken, on the main process."""
