@@ -17,6 +17,7 @@ from tests.builders import (
     rollout_logs,
 )
 from tests.test_trainer_server import server_args
+from trl_darts.buffer.wave_source import WaveSource
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import FinishedGroups
 from trl_darts.testing import stub_servers
@@ -90,6 +91,20 @@ def test_each_prompt_is_trained_on_once(model_dir, tmp_path, schedule):
     assert len(logs) == 6
     assert all({"darts/rollout/wait_seconds", "darts/score/seconds"} <= entry.keys() for entry in logs)
     assert len(trainer._batches.buffer) == 0
+
+
+@pytest.mark.parametrize(("kwargs", "carries"), [({"stop": "x"}, False), (None, True)])
+def test_an_option_that_is_not_carried_starts_candidates_again(model_dir, tmp_path, monkeypatch, kwargs, carries):
+    """As in every rollout: a stop string could straddle two requests."""
+    plan, found = WaveSource.plan, []
+
+    def planned(self, *args):
+        found.append(self._scheduler.carries_tokens)
+        return plan(self, *args)
+
+    monkeypatch.setattr(WaveSource, "plan", planned)
+    train(model_dir, tmp_path, stream_training=True, generation_kwargs=kwargs, max_steps=1)
+    assert found == [carries] * 4
 
 
 def test_a_resumed_run_goes_on(model_dir, tmp_path):
