@@ -21,11 +21,12 @@ def make_feed(trainer: Any) -> PromptFeed:
     args, loop, num_processes = trainer.args, trainer._loop, trainer.accelerator.num_processes
     trainer = weakref.proxy(trainer)
     replaces = args.drop_uniform_groups or args.is_continuous  # prompts that are dropped, by others
+    runs_ahead = args.scores_early or args.rollout_ahead != 0
     return PromptFeed(
         loop,
         [{}] * (args.generation_batch_size // num_processes) if args.buffers_prompts else None,
-        endless=replaces or args.scores_early or args.rollout_ahead != 0,
-        limit=lambda: math.inf if replaces else loop.num_batches(trainer.state.max_steps),
+        endless=replaces or runs_ahead,
+        limit=lambda: loop.num_batches(trainer.state.max_steps) if runs_ahead and not replaces else math.inf,
     )
 
 
