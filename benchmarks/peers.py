@@ -34,8 +34,8 @@ from benchmarks import parts
 from benchmarks.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, FileTransfer
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, load_model, make_dataset
-from benchmarks.servers import make_trainer, training_args
-from benchmarks.training import LEARNING_RATE, NUM_GENERATIONS, PROMPTS, Server, server_of
+from benchmarks.servers import make_trainer
+from benchmarks.training import LEARNING_RATE, NUM_GENERATIONS, PROMPTS, Server, server_of, task_args
 
 
 TARGET = 0.46
@@ -143,19 +143,7 @@ def async_trainer(server: Server, seed: int, steps: int, directory: str, max_sta
 
 def our_trainer(server: Server, seed: int, steps: int, directory: str, fields: dict[str, Any]) -> Any:
     """Returns our trainer."""
-    args = training_args(
-        server.url,
-        directory,
-        num_generations=NUM_GENERATIONS,
-        per_device_train_batch_size=ROWS,
-        max_completion_length=LIMIT,
-        max_steps=steps,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        seed=seed,
-        **fields,
-    )
+    args = task_args(server, directory, seed, steps, **fields)
     return make_trainer(load_model(server.start), grade, args, make_dataset(NUM_PROMPTS), TOKENIZER)
 
 

@@ -48,6 +48,7 @@ from benchmarks.long_tail import (
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.servers import make_trainer, training_args
 from benchmarks.speedups import seconds_to_reward, spent_to
+from trl_darts import DARTSGRPOConfig
 from trl_darts.analysis.plots import save_picture
 from trl_darts.callbacks import ADMISSION_FILE
 
@@ -168,6 +169,21 @@ def server_of(world: str) -> Iterator[Server]:
             yield Server(start, server.base_url, pace)
 
 
+def task_args(server: Server, output_dir: str | Path, seed: int, steps: int, **fields: Any) -> DARTSGRPOConfig:
+    """Returns a config for a training on the task."""
+    own: dict[str, Any] = {
+        "num_generations": NUM_GENERATIONS,
+        "per_device_train_batch_size": PROMPTS * NUM_GENERATIONS,
+        "max_completion_length": LIMIT,
+        "max_steps": steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "seed": seed,
+    }
+    return training_args(server.url, output_dir, **{**own, **fields})
+
+
 def train(
     server: Server,
     world: str,
@@ -181,21 +197,8 @@ def train(
 ) -> dict[str, list[float]]:
     """One training, from a checkpoint of the task, or of a trainer. What each of its steps was like."""
     most = EPOCH + (0 if arm is None else math.ceil(steps * (1 if arm == BASELINE else PATIENCE)))
-    args = training_args(
-        server.url,
-        output_dir,
-        num_generations=NUM_GENERATIONS,
-        per_device_train_batch_size=PROMPTS * NUM_GENERATIONS,
-        max_completion_length=LIMIT,
-        max_steps=most,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        seed=seed,
-        save_strategy="steps" if arm is None else "no",
-        save_steps=EPOCH,
-        **(ARMS[arm] if arm else SHARED),
-    )
+    saves = {"save_strategy": "steps" if arm is None else "no", "save_steps": EPOCH}
+    args = task_args(server, output_dir, seed, most, **saves, **(ARMS[arm] if arm else SHARED))
     trainer = make_trainer(load_model(start), WORLDS[world].reward, args, make_dataset(PROMPTS * EPOCH), TOKENIZER)
     paced = PacedSteps(trainer, server.pace, seconds_per_token, (target, steps))
     trainer.add_callback(paced)

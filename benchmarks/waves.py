@@ -24,10 +24,10 @@ import numpy as np
 from benchmarks import parts
 from benchmarks.async_grpo import FileTransfer
 from benchmarks.harness import Benchmark, Shared, main
-from benchmarks.long_tail import LIMIT, TOKENIZER, load_model, make_dataset
+from benchmarks.long_tail import TOKENIZER, load_model, make_dataset
 from benchmarks.peers import grade
-from benchmarks.servers import StepSeconds, make_trainer, training_args
-from benchmarks.training import LEARNING_RATE, NUM_GENERATIONS, PROMPTS, Server, server_of
+from benchmarks.servers import StepSeconds, make_trainer
+from benchmarks.training import NUM_GENERATIONS, PROMPTS, Server, server_of, task_args
 from trl_darts import DARTSGRPOTrainer
 
 
@@ -69,20 +69,8 @@ def train(server: Server, seed: int, arm: str, steps: int, seconds_per_token: fl
     """Returns the means of an arm's steps."""
     with TemporaryDirectory() as directory:
         FileTransfer(server.url, directory).load(server.start)
-        args = training_args(
-            server.url,
-            directory,
-            num_generations=NUM_GENERATIONS,
-            per_device_train_batch_size=ROWS // MICRO_BATCHES,
-            gradient_accumulation_steps=MICRO_BATCHES,
-            max_completion_length=LIMIT,
-            max_steps=steps,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            seed=seed,
-            **ARMS[arm],
-        )
+        micro = {"per_device_train_batch_size": ROWS // MICRO_BATCHES, "gradient_accumulation_steps": MICRO_BATCHES}
+        args = task_args(server, directory, seed, steps, **micro, **ARMS[arm])
         trainer = make_trainer(
             load_model(server.start), grade, args, make_dataset(PROMPTS * steps), TOKENIZER, PacedPasses
         )

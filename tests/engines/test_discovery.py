@@ -70,8 +70,8 @@ def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
     path, first, second = tmp_path / "servers.json", Stub(decode=hangs), Stub()
     refreshed = []
 
-    async def refresh(member, version):
-        refreshed.append((member.server.base_url, version, len(second.requests)))
+    async def refresh(pool, member):
+        refreshed.append((member.server.base_url, pool.version, len(second.requests)))
         return True
 
     with fake_server(first.routes) as old, fake_server(second.routes) as new:

@@ -193,8 +193,8 @@ def test_refreshed_server_serves_again():
     """The main thread is busy. The server gets no requests before it has the weights of the last sync."""
     switch, asked = Switch(breaks=2), []  # both candidates' first requests
 
-    async def refresh(member, version):
-        asked.append((member.server.base_url, version, len(switch.requests)))
+    async def refresh(pool, member):
+        asked.append((member.server.base_url, pool.version, len(switch.requests)))
         return True
 
     with engine_on(switch, options={"refresh": refresh}) as engine:
@@ -212,7 +212,7 @@ def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
     words = "ZeroDivisionError: division by zero"
     switch, broken = Switch(breaks=2), [True]
 
-    async def refresh(member, version):
+    async def refresh(pool, member):
         return bool(1 / (not broken))
 
     with engine_on(switch, return_s=0.5, options={"refresh": refresh}) as engine:
@@ -229,7 +229,7 @@ def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
 def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_it_has_had_one():
     switch, asked = Switch(breaks=2), []
 
-    async def refresh(member, version):
+    async def refresh(pool, member):
         return bool(asked.append(member.server.base_url))
 
     with engine_on(switch, return_s=0.5, options={"refresh": refresh}) as engine:

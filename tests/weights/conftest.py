@@ -60,14 +60,11 @@ def fleet_of() -> Iterator[Callable[..., Any]]:
     from trl_darts.weights.fleet import FleetVLLMClient
     from trl_darts.weights.update import refresh
 
-    def bring_back(directory: Any, member: Any, version: int) -> Any:
-        return refresh(member, version, None if directory is None else directory.path(version))
-
     made = []
 
     def make(urls: list[str], directory: Any = None, takes_turns: bool = False, **kwargs: Any) -> Any:
         tail = [urls[-1]] if takes_turns else []
-        engine = VLLMServerEngine(urls, None, None, tail, takes_turns, partial(bring_back, directory))
+        engine = VLLMServerEngine(urls, None, None, tail, takes_turns, partial(refresh, files=directory))
         made.append((FleetVLLMClient(engine, directory, **kwargs), engine))
         return made[-1]
 

@@ -155,8 +155,9 @@ def test_a_server_that_was_left_out_gets_the_weights_when_it_is_back(pair, clien
     perturb(model, rng)
     sync(fleet, model)
     assert behind(engine) == [server.base_url for server in pair]
+    pool = engine.call(engine.pool())
     for server in pair:
-        assert engine.call(refresh(engine.members[server.base_url], 1, fleet._directory.path(1)))
+        assert engine.call(refresh(pool, engine.members[server.base_url], fleet._directory))
         assert max_error(server, model) <= MAX_ERROR
 
 

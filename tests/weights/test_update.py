@@ -223,9 +223,7 @@ def test_servers_on_another_machine_need_a_directory_that_they_see(fleet_of, tmp
 
 
 def refreshed(fleet, engine, server):
-    version = engine.call(engine.pool()).version
-    path = fleet._directory.path(version)
-    return engine.call(refresh(engine.members[server.url], version, path))
+    return engine.call(refresh(engine.call(engine.pool()), engine.members[server.url], fleet._directory))
 
 
 def test_a_server_that_still_has_the_weights_is_not_given_them_again(fleet, engine, servers):

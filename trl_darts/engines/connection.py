@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
 from ..weights.update import refresh
 from .monitor import Refresh
-from .pool import Member
+from .pool import Member, ServerPool
 from .preflight import AdapterNeeds, AdapterRoom, Requirements, ServerFacts, ServerUnreachableError, check_server
 from .ray_list import RaySource
 from .sampling import request_body
@@ -124,21 +123,15 @@ def model_config(args: Any, model: Any) -> PretrainedConfig:
 
 def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
     """Connects to all servers, waits for those that start, and checks them."""
-    directory = settings.directory
     if settings.source is not None:
         settings = replace(settings, base_urls=[*_listed(settings), *settings.tail_urls])
 
-    # Weak: the engine's thread holds `bring_back`, and ends with the engine.
-    opened: list[weakref.ref[VLLMServerEngine]] = []
-
-    async def bring_back(member: Member, version: int) -> bool:
-        own = opened[0]()
-        if member.adapter is not None and settings.adapters is not None and own is not None:
-            return await refresh_adapter(await own.pool(), member, version, settings.adapters)
-        return await refresh(member, version, None if directory is None else directory.path(version))
+    async def bring_back(pool: ServerPool, member: Member) -> bool:
+        if member.adapter is not None and settings.adapters is not None:
+            return await refresh_adapter(pool, member, settings.adapters)
+        return await refresh(pool, member, settings.directory)
 
     engine = open_engine(settings, bring_back)
-    opened.append(weakref.ref(engine))
     try:
         return engine, _merge(_check_all(engine, settings), settings.tail_urls)
     except BaseException:

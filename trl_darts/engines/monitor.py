@@ -20,23 +20,23 @@ PROBE_INTERVAL_S = 2.0
 MAX_PROBE_INTERVAL_S = 20.0  # of one of many processes that share the servers
 READY_POLL_S = 0.005
 
-Refresh = Callable[[Member, int], Awaitable[bool]]
+Refresh = Callable[[ServerPool, Member], Awaitable[bool]]
 Check = Callable[[VLLMServer], Awaitable[object]]  # raises if a server can't serve the run
 
 logger = logging.getLogger(__name__)
 
 
-async def has_loaded_weights(member: Member, version: int) -> bool:
+async def has_loaded_weights(pool: ServerPool, member: Member) -> bool:
     """Whether no weight sync has happened, so that a server has the right weights after its start."""
-    return version == 0
+    return pool.version == 0
 
 
-async def shows_weights(member: Member, version: int) -> bool:
-    """Whether a server received the weights of a version, and was not restarted since."""
-    if version == 0:
+async def shows_weights(pool: ServerPool, member: Member) -> bool:
+    """Whether a server received the weights of the last sync, and was not restarted since."""
+    if pool.version == 0:
         return True
     # The server's own version is not sufficient, because an earlier run may have set it.
-    return member.version == version and await member.shown_version() == f"v{version}"
+    return member.version == pool.version and await member.shown_version() == f"v{pool.version}"
 
 
 class Monitor:
@@ -217,7 +217,7 @@ class Monitor:
             if member.state is not State.RETURNED:  # a weight sync has handled it
                 return
             try:
-                fresh = await self._refresh(member, self.pool.version)
+                fresh = await self._refresh(self.pool, member)
             except Exception as error:
                 self.pool.lose(url, describe(error, "the weights"))
                 return

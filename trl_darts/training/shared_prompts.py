@@ -334,7 +334,7 @@ def _cause(trainer: Any, config: Any) -> str | None:
     if not args.trim_padding:
         return "`trim_padding` (False)"
     if not has_fused_lm_head():
-        return "the installed TRL, older than 1.16"
+        return "the installed TRL, older than 1.15"
     if args.torch_compile:
         return "`torch_compile` (True), which would compile each length of a row"
     if trainer._is_vlm:

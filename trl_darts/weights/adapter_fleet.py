@@ -154,10 +154,10 @@ async def load_version(pool: ServerPool, member: Member, version: int, files: We
     return kept
 
 
-async def refresh_adapter(pool: ServerPool, member: Member, version: int, files: WeightDirectory) -> bool:
-    """Loads a version on a server that has reconnected or is new. Returns whether the server has it."""
+async def refresh_adapter(pool: ServerPool, member: Member, files: WeightDirectory) -> bool:
+    """Loads the last version on a server that has reconnected or is new. Returns whether the server has it."""
     await calls.resume(member.server)  # a trainer that was killed may have left it paused
-    if version:
+    if pool.version:
         await calls.check_plugin(member.server)
-        await load_version(pool, member, version, files)
+        await load_version(pool, member, pool.version, files)
     return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..engines.monitor import shows_weights
-from ..engines.pool import Member, State
+from ..engines.pool import Member, ServerPool, State
 from ..errors import WeightSyncError
 from . import calls
+from .files import WeightDirectory
 
 
 POLL_S = 0.2
@@ -112,14 +112,15 @@ async def _while_there(action: Callable[[Member], Awaitable[Any]], member: Membe
         task.cancel()
 
 
-async def refresh(member: Member, version: int, path: Path | None) -> bool:
+async def refresh(pool: ServerPool, member: Member, files: WeightDirectory | None) -> bool:
     """
-    Updates a server that reconnected from the files of a version, unless it still has these weights. Returns whether
-    it has them; `False` if there are no files.
+    Updates a server that reconnected from the files of the last sync, unless it still has these weights. Returns
+    whether it has them; `False` if there are no files.
     """
+    version, path = pool.version, None if files is None else files.path(pool.version)
     if version == 0:
         return True
-    if await shows_weights(member, version):
+    if await shows_weights(pool, member):
         await calls.resume(member.server)
         return True
     if path is None:
