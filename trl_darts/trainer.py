@@ -432,6 +432,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             raise explained(interrupt, self) from None
         finally:
             self._sources[0].cancel()
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """Frees what the run holds on servers that it shares. An evaluation after it syncs weights again."""
+        if self.use_vllm and getattr(self.vllm_generation, "sends_adapters", False):
+            self.vllm_generation.end_run()
+            self._last_loaded_step = -1
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # the card's section on rollouts names another paper
