@@ -139,6 +139,7 @@ class ServerPool:
         self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
         self.listeners: list[Listener] = []  # the running rollouts
         self.logs = ServerLogs()
+        self._requests = 0.0, 0.0  # ours and all, summed over metrics of the servers while rollouts ran
         self._most = most
         self._warned_of_files = False
         self._has_warned = False  # of servers that sample alike
@@ -360,7 +361,14 @@ class ServerPool:
             member.last_progress = time.perf_counter()
         if load.num_waiting:
             member.last_queued = time.perf_counter()
-        capacity = member.capacity
-        member.limit.observe(load, self._num_held(url))
+        capacity, num_held = member.capacity, self._num_held(url)
+        (own, total), on_server = self._requests, load.num_running + load.num_waiting
+        self._requests = own + min(num_held, on_server), total + on_server  # some may still be on their way
+        member.limit.observe(load, num_held)
         if member.capacity != capacity and member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
+
+    def pop_share(self) -> float | None:
+        """Returns the share of our candidates in the servers' requests since the last call, `None` if unknown."""
+        (own, total), self._requests = self._requests, (0.0, 0.0)
+        return own / total if total else None

@@ -198,6 +198,16 @@ class SyncedGeneration(VLLMGeneration):
         sync, self._sync = self._sync, None
         return sync
 
+    def pop_share(self) -> float | None:
+        """
+        Returns the share of this run in the requests on its servers since the last call, on the main process. `None`
+        if it is unknown, or no other run can use them.
+        """
+        if self._adapter is None or not self.main.is_here:
+            return None
+        share: float | None = self.engine.call(self.engine.pool()).pop_share()
+        return share
+
     def drafted(self) -> DraftCounts | None:
         """
         Returns the servers' draft counts since the last call, on the main process, or `None` if they do not draft. A
