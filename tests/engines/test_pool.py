@@ -258,15 +258,15 @@ def test_open_files_are_shared_among_the_servers_that_there_are():
 
 
 def test_share_of_a_run_in_the_requests_of_its_servers():
-    """Candidates that a server does not count yet are no requests of its. The next reading begins anew."""
+    """A server may not count all candidates yet, or still count some that have ended. Each reading is used once."""
     session: Any = None  # nothing is sent
     servers = ServerPool({"http://one": VLLMServer("http://one", session)}, LIMIT)
     servers.note_slots("http://one", 8)
     servers.note_load("http://one", ServerLoad(4, 0, 0, 0.1, 0))  # no rollout is running
     assert servers.pop_share() is None
     servers.listeners = [log := Log()]
-    log.num_held = lambda url: 6
-    servers.note_load("http://one", ServerLoad(8, 4, 0, 0.1, 0))
+    log.num_held = lambda url: 4
+    servers.note_load("http://one", ServerLoad(8, 4, 0, 0.1, 0), 6)
     servers.note_load("http://one", ServerLoad(3, 0, 0, 0.1, 0))
     assert servers.pop_share() == 9 / 15
     assert servers.pop_share() is None
