@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,18 +236,16 @@ def test_one_wave_is_refused(model_dir, tmp_path):
         make_trainer(model_dir, args)
 
 
-@pytest.mark.parametrize(("takeable", "num_left", "chosen"), [
-    ([], 4, None), ([3], 4, None), ([1, 3], 4, [1, 3]), ([0, 1, 3], 4, [0, 1]), ([3], 1, [3]), ([], 0, []),
+@pytest.mark.parametrize(("takeable", "closed", "left", "chosen"), [
+    ([], [], [0, 1, 2, 3], None), ([3], [3], [0, 1, 2, 3], None), ([1, 3], [], [0, 1, 2, 3], [1, 3]),
+    ([0, 1, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1]), ([0, 1, 3], [3], [0, 1, 2, 3], [0, 3]),
+    ([3], [], [3], [3]), ([], [], [], []),
 ])  # fmt: skip
-def test_a_wave_takes_what_has_finished(takeable, num_left, chosen):
-    class Ledger:
-        groups = dict.fromkeys(range(num_left))
-
-    class Scheduler:
-        ledger = Ledger()
-
-    Scheduler.takeable = takeable
-    assert FinishedGroups(2).choose(Scheduler()) == chosen
+def test_a_wave_takes_what_has_finished(takeable, closed, left, chosen):
+    """Groups whose long end still decodes go last."""
+    groups = {group_id: SimpleNamespace(closed=group_id in closed) for group_id in left}
+    scheduler = SimpleNamespace(takeable=takeable, ledger=SimpleNamespace(groups=groups))
+    assert FinishedGroups(2).choose(scheduler) == chosen
 
 
 def test_waves_of_a_batch():
