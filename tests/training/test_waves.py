@@ -149,7 +149,11 @@ def terminate_and_wait(on_progress: Any) -> None:
 
 @pytest.mark.parametrize(
     ("act", "error", "step_s"),
-    [(refuse, GenerationError, 60.0), (terminate_and_wait, SystemExit, 60.0), (lambda _: terminate(), SystemExit, 0.0)],
+    [
+        (refuse, GenerationError, 60.0),
+        (terminate_and_wait, SystemExit, 60.0),
+        (lambda _: terminate(), SystemExit, 0.0),
+    ],
     ids=["refused", "SIGTERM while waiting", "SIGTERM in a step that is too long"],
 )
 def test_a_step_that_ends_between_waves_leaves_no_half_gradient(model_dir, tmp_path, monkeypatch, act, error, step_s):
