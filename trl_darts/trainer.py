@@ -324,7 +324,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
-        streamed = self._streams.serving_rewards(rows) if self._source.trains else nullcontext()
+        streams = self._streams
+        streamed = streams.serving_rewards(rows) if self._source.trains else streams.pausing_rewards()
         with self._score_clock.running(), streamed, checked_rewards(self):  # also of groups that wait for others
             return self._calculate_rewards(*args, **kwargs)
 
