@@ -205,7 +205,8 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     stream_rewards: bool = setting(
         False,
         "Whether reward functions are called for each group as soon as its rows are selected, while others decode, "
-        "instead of once for the whole batch. Rewards are the same for functions that score each sample by itself, "
+        "instead of once for the whole batch. With `rollout_ahead='continuous'` they run in other threads while the "
+        "trainer trains, on one process only. Rewards are the same for functions that score each sample by itself, "
         "but not for those that compare samples across groups. Only with `vllm_mode='server'`.",
     )
     stream_reward_timeout_s: Annotated[float, POSITIVE] = setting(

@@ -1,6 +1,7 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with other rollouts."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _waves: Waves | None = None  # set if a batch is trained on while it decodes
     _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
+    _step_ended = 0.0  # time of the last optimizer step's end, or of the training's begin
 
     def __init__(
         self,
@@ -315,14 +317,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        serve, score = self._batch.rewards, partial(self._score_rows, None, *args, **kwargs)
+        serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)
         with replaced(self, "_calculate_rewards", calculate):
             rewards = score() if serve is None else serve()
         if self._source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
         return forget_filler_rewards(rewards, self._batch.fillers)
 
-    def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _score_rows(self, rows: Sequence[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
         streams = self._streams
         streamed = streams.serving_rewards(rows) if self._source.trains else streams.pausing_rewards()
@@ -373,7 +375,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             loss = self._waves.finish(self.model, loss, self.accelerator.sync_gradients)
         self._loop.advance(ends_step=self.accelerator.sync_gradients)
         if self.accelerator.sync_gradients:
-            self._log_all({"darts/train/seconds": self._train_clock.pop()})
+            before, self._step_ended = self._step_ended, time.perf_counter()
+            seconds = {"darts/train/seconds": self._train_clock.pop(), "darts/step/seconds": self._step_ended - before}
+            self._log_all(seconds)
         return loss
 
     # The loader, checkpoints, the model card
@@ -418,7 +422,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
         # After an earlier `train()`, TRL would continue within its last batch, and with the servers' weights.
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
-        self._train_clock, self._score_clock = Stopwatch(), Stopwatch()
+        self._train_clock, self._score_clock, self._step_ended = Stopwatch(), Stopwatch(), time.perf_counter()
         self._rollout_log.begin()
         self._loop.begin()
         self._feed.restore()

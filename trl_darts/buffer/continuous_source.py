@@ -21,8 +21,8 @@ class ContinuousSource(BufferSource):
     servers get new weights while they decode.
     """
 
-    def __init__(self, trainer: Any, batches: BufferedBatches, scores: Any = None) -> None:
-        super().__init__(trainer, batches, scores)
+    def __init__(self, trainer: Any, batches: BufferedBatches) -> None:
+        super().__init__(trainer, batches, None)
         self._scheduler: Any = None  # on the main process
         self._on_group: Any = None  # see `RolloutPlan`
         self._admission: Any = None  # of the last prompts that entered

@@ -58,9 +58,10 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
         return LoaderSource(trainer), evaluation
     if args.stream_training:
         return WaveSource(trainer, batches), evaluation
+    if args.is_continuous:
+        return ContinuousSource(trainer, batches), evaluation
     scores = None
     if batches.policy.scores_first or args.stream_rewards:
         decode = partial(decode_completions, trainer)
         scores = GroupScores(trainer, batches, decode, trainer._streams.owners)
-    source = ContinuousSource if args.is_continuous else BufferSource
-    return source(trainer, batches, scores), evaluation
+    return BufferSource(trainer, batches, scores), evaluation
