@@ -142,7 +142,8 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(
     assert check_versions(trainer, notes, ages, batches) > 0
     assert prompts_of(batches, trainer) == dict.fromkeys(letters_dataset(8)["prompt"], 8)  # 4 batches are two epochs
     check_rewards(batches, trainer)
-    assert sum(is_main for _, is_main in threads) == 2  # the evaluations
+    num_evaluations = sum("eval_reward" in entry for entry in trainer.state.log_history)
+    assert sum(is_main for _, is_main in threads) == num_evaluations > 0
     assert {size for size, is_main in threads if not is_main} == {4}  # group by group, and none again with its batch
     assert sum(not is_main for _, is_main in threads) >= 16
     traces, _ = read_traces(tmp_path)

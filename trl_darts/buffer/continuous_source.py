@@ -24,7 +24,6 @@ class ContinuousSource(BufferSource):
     def __init__(self, trainer: Any, batches: BufferedBatches) -> None:
         super().__init__(trainer, batches, None)
         self._scheduler: Any = None  # on the main process
-        self._on_group: Any = None  # see `RolloutPlan`
         self._admission: Any = None  # of the last prompts that entered
 
     def _next_round(self) -> PromptBatch:
@@ -42,14 +41,15 @@ class ContinuousSource(BufferSource):
     def _extend(self) -> None:
         args, ids = self.trainer.args, self.batches.round_ids
         self._admission, plans = self.batches.plan(self.trainer.state.global_step)
+        on_group = None
         if self._scheduler is None:
             policies = args.policies(batch_stop=Continuous(), rollout=self.number)
             self._scheduler = self.scheduler(policies, args.num_generations)
-            self._on_group = self.streams.follow_groups(self._data_of)
+            on_group = self.streams.follow_groups(self._data_of)
         plans = entering(plans, ids, args.submit_order)
         prompts = self.batches.prompts([plan.group_id for plan in plans])
         keeps = args.kv_after_update == "keep"
-        plan = RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps, on_group=self._on_group)
+        plan = RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps, on_group=on_group)
         self.trainer._engine.extend(plan, prompts)
 
     def _data_of(self, entry_id: int) -> tuple[dict[str, Any], Tokens]:

@@ -33,7 +33,8 @@ class RolloutPlan:
     # The next groups of a rollout whose groups are added and taken while it runs, instead of a rollout of its own.
     takes: FreshGroups | FinishedGroups | None = None
     keeps_kv: bool = False  # of a rollout without an end: whether keys and values survive a weight sync
-    # Of a rollout without an end: called in any thread with each group whose rows are selected, and returns at once.
+    # Of the first groups of a rollout without an end: called in any thread with each of its groups whose rows are
+    # selected. Returns at once.
     on_group: OnGroup | None = None
 
 
