@@ -51,6 +51,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "paper": {"defer_unsettled_groups": False, "long_end_patience": None},
     "ahead": {"schedule": "grpo", "rollout_ahead": 1},
     "continuous": {"schedule": "grpo", **CONTINUOUS},
+    "continuous streamed": {"schedule": "grpo", **CONTINUOUS, "stream_rewards": True},
     "continuous darts": {"schedule": "darts", **CONTINUOUS},
 }
 # Of each optimizer step, by the name in the results: the metrics of TRL's AsyncGRPO, and ours. The first one counts.

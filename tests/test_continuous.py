@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -101,24 +102,50 @@ def prompts_of(batches: list[Any], trainer: Any) -> Counter[str]:
     return Counter(row["prompt"] for batch in batches if len(batch["advantages"]) == rows for row in batch["inputs"])
 
 
+def check_rewards(batches: list[Any], trainer: Any) -> None:
+    """Asserts that each row has the advantage of its own tokens."""
+    for batch in batches:
+        if len(batch["advantages"]) == trainer.args.generation_batch_size:
+            rows = zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True)
+            rewards = torch.tensor(token_reward([ids[mask].tolist() for ids, mask in rows])).view(-1, 4)
+            spread = rewards.std(dim=1, keepdim=True) + 1e-4
+            expected = (rewards - rewards.mean(dim=1, keepdim=True)) / spread
+            torch.testing.assert_close(batch["advantages"], expected.flatten(), atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("schedule", "lora"), [("grpo", LORA), ("darts", None)])
 def test_each_token_is_of_the_version_that_it_is_said_to_be_of(
     server, model_dir, tmp_path, monkeypatch, schedule, lora
 ):
-    """Two optimizer steps share a batch, with an evaluation between them, while the rollout goes on."""
+    """
+    Two optimizer steps share a batch, with an evaluation between them, while the rollout goes on. Groups are scored
+    once they are complete.
+    """
+    threads = []
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        threads.append((len(completion_ids), threading.current_thread() is threading.main_thread()))
+        return token_reward(completion_ids)
+
     # The server always has something to decode, also where the trainer is slow.
     capacity: Any = Member.capacity
     monkeypatch.setattr(Member, "capacity", property(lambda member: min(8, capacity.fget(member))))
     fields = {**FIELDS, "schedule": schedule, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     fields |= {"steps_per_generation": 4, "max_steps": 8, "max_staleness": 4, "save_rollout_trace": True}
+    fields["stream_rewards"] = True
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     args = server_args(tmp_path, server, **fields)
-    data = {"train_dataset": letters_dataset(8), "eval_dataset": letters_dataset(2), "reward_funcs": token_reward}
+    data = {"train_dataset": letters_dataset(8), "eval_dataset": letters_dataset(2), "reward_funcs": reward}
     trainer = make_trainer(model_dir, args, peft_config=lora, **data)
     notes, ages, batches = recorded(trainer)
     trainer.train()
     assert check_versions(trainer, notes, ages, batches) > 0
     assert prompts_of(batches, trainer) == dict.fromkeys(letters_dataset(8)["prompt"], 8)  # 4 batches are two epochs
+    check_rewards(batches, trainer)
+    num_evaluations = sum("eval_reward" in entry for entry in trainer.state.log_history)
+    assert sum(is_main for _, is_main in threads) == num_evaluations > 0
+    assert {size for size, is_main in threads if not is_main} == {4}  # group by group, and none again with its batch
+    assert sum(not is_main for _, is_main in threads) >= 16
     traces, _ = read_traces(tmp_path)
     counted = [sum(int(run.split(":")[1]) for run in runs.split()) for runs in traces["versions"]]
     assert counted == traces["length"].tolist()
@@ -154,6 +181,7 @@ def test_kept_keys_and_values_are_of_running_answers_alone(server, model_dir, tm
 def test_a_prompt_that_is_refused_is_dropped(server, model_dir, tmp_path):
     """Filler rows take its place in the batch that would have had it."""
     fields = {**FIELDS, "max_completion_length": 32, "on_generation_error": "drop_group", "max_steps": 6}
+    fields["stream_rewards"] = True
     trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(24))
     trainer._engine.overrides = lambda command: {"top_p": 7.0} if command.group_id == 5 else {}
     _, _, batches = recorded(trainer)
@@ -161,6 +189,7 @@ def test_a_prompt_that_is_refused_is_dropped(server, model_dir, tmp_path):
     masked = [int((batch["completion_mask"].sum(1) == 0).sum()) for batch in batches]
     assert sorted(masked) == [0, 0, 0, 0, 0, 4]
     assert len(prompts_of(batches, trainer)) == 23
+    assert not trainer._streams.rewards._calls
 
 
 def test_a_server_that_is_lost_in_an_update_returns(server, model_dir, tmp_path, monkeypatch):
@@ -188,11 +217,14 @@ def test_interrupted_and_resumed(server, model_dir, tmp_path):
     """What was under way is sampled again, and no prompt is trained on twice."""
     prompts: Counter[str] = Counter()
     fields = {**FIELDS, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    fields["stream_rewards"] = True
     for last in (5, 8):  # the first run goes beyond its checkpoint
-        trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(32))
+        data = {"train_dataset": letters_dataset(32), "reward_funcs": token_reward}
+        trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), **data)
         notes, ages, batches = recorded(trainer, last)
         trainer.train(resume_from_checkpoint=None if last == 5 else str(tmp_path / "checkpoint-4"))
         check_versions(trainer, notes, ages, batches, first_step=0 if last == 5 else 4)
+        check_rewards(batches, trainer)
         prompts += prompts_of(batches[:4], trainer)
         assert not server.num_running()
     assert prompts == dict.fromkeys(letters_dataset(32)["prompt"], 4)
@@ -239,7 +271,6 @@ def test_a_paused_server_knows_what_each_request_has(server):
     ("fields", "message"),
     [
         ({"steps_per_generation": 4, "max_staleness": 3}, r"`max_staleness` \(3\) must be at least 4, the optimizer"),
-        ({"stream_rewards": True}, r"`stream_rewards` \(True\) does not run with"),
         ({"stream_logprobs": True}, r"`stream_logprobs` \(True\) does not run with `rollout_ahead` \('continuous'\)"),
         ({"vllm_tail_server_url": "http://127.0.0.1:9", "tail_switch_at": 4}, r"whose rollout has no tail"),
         ({"mask_stale_after": 4}, r"`mask_stale_after` \(4\) has no effect with `max_staleness` \(4\)"),

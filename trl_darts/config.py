@@ -108,8 +108,6 @@ TRAINING_CONFLICTS = (
     Conflict("stream_chunk_tokens stream_batch_tokens stream_cache_gib", lambda s: not s.stream_logprobs,
              "has no effect without `stream_logprobs`"),
     Conflict("stream_reward_timeout_s", lambda s: not s.stream_rewards, "has no effect without `stream_rewards`"),
-    Conflict("stream_rewards", lambda s: s.is_continuous,
-             "does not run with {rollout_ahead}: groups are scored once a batch has them"),
     Conflict("stream_logprobs", lambda s: s.drop_uniform_groups,
              "does not run with {drop_uniform_groups}: which groups are trained on is only known once rewards are"),
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
@@ -207,7 +205,8 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     stream_rewards: bool = setting(
         False,
         "Whether reward functions are called for each group as soon as its rows are selected, while others decode, "
-        "instead of once for the whole batch. Rewards are the same for functions that score each sample by itself, "
+        "instead of once for the whole batch. With `rollout_ahead='continuous'` they run in other threads while the "
+        "trainer trains, on one process only. Rewards are the same for functions that score each sample by itself, "
         "but not for those that compare samples across groups. Only with `vllm_mode='server'`.",
     )
     stream_reward_timeout_s: Annotated[float, POSITIVE] = setting(

@@ -8,7 +8,7 @@ from . import trainer as trainer_module
 from .analysis.simulation import ClusterSpec, SimulatedCluster
 from .analysis.simulation.continuous import VirtualContinuous
 from .engines.batch import PromptBatch
-from .engines.engine import Engine, OnProgress, RolloutPlan
+from .engines.engine import Engine, OnGroup, OnProgress, RolloutPlan
 from .engines.main_process import MainProcess
 from .engines.preflight import ServerFacts
 from .policy import LatencyCurve
@@ -41,6 +41,7 @@ class StubEngine(Engine):
         self._main = main
         self._continuous: VirtualContinuous | None = None
         self._completions: dict[int, list[Tokens]] = {}  # by group of the rollout without an end
+        self._on_group: OnGroup | None = None  # of this rollout
         self._step = 0
         self._cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [1.0])))
 
@@ -55,6 +56,7 @@ class StubEngine(Engine):
         """See [`Engine`]."""
         if self._continuous is None:
             self._continuous = VirtualContinuous(self._cluster, plan.scheduler, self._limit, self._step)
+            self._on_group = plan.on_group
         own = self._write_all(batch, [group.num_candidates for group in plan.groups])
         self._completions |= {group.group_id: rows for group, rows in zip(plan.groups, own, strict=True)}
         self._continuous.add(plan.groups, [[len(tokens) for tokens in rows] for rows in own])
@@ -98,6 +100,8 @@ class StubEngine(Engine):
             for row in group.rows:
                 row.tokens = own[row.index][: self._limit]
                 row.logprobs = [UNKNOWN] * len(row.tokens)
+            if plan.takes is not None and self._on_group is not None:
+                self._on_group(group)
         return result
 
     def _write_all(self, batch: PromptBatch, counts: Sequence[int]) -> list[list[Tokens]]:

@@ -1,6 +1,6 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with other rollouts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -317,16 +317,17 @@ class DARTSGRPOTrainer(GRPOTrainer):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        serve, score = self._batch.rewards, partial(self._score_rows, None, *args, **kwargs)
+        serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)
         with replaced(self, "_calculate_rewards", calculate):
             rewards = score() if serve is None else serve()
         if self._source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
         return forget_filler_rewards(rewards, self._batch.fillers)
 
-    def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _score_rows(self, rows: Sequence[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
-        streamed = self._streams.serving_rewards(rows) if self._source.trains else nullcontext()
+        streams = self._streams
+        streamed = streams.serving_rewards(rows) if self._source.trains else streams.pausing_rewards()
         with self._clock.on("scoring"), streamed, checked_rewards(self):  # also of groups that wait for others
             return self._calculate_rewards(*args, **kwargs)
 

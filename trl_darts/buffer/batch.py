@@ -51,6 +51,7 @@ class Batch:
     ages: Ages = ()  # of each row
     max_age: int | None = None  # tokens of older policies are not trained on
     rewards: Callable[[], torch.Tensor] | None = None  # of groups that are scored by themselves; shape (N·M, F)
+    numbers: Sequence[int] | None = None  # of the rows in a buffer, see `RewardStream`
 
     def __post_init__(self) -> None:
         if self.kept is not None and self.max_age is not None:

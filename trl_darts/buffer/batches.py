@@ -234,7 +234,9 @@ class BufferedBatches:
         self.buffer.remove(rows.left)
         own = [self.trained[entry_id] for entry_id in rows.entry_ids for _ in range(self.num_generations)][self.mine]
         inputs = [copy.deepcopy(entry.row) for entry in own]  # functions may change them
-        return Batch(inputs, rows.fillers, rows, [entry.tokens for entry in own], rows.ages[self.mine], max_age, serve)
+        size, prompts, ages = self.num_generations, [entry.tokens for entry in own], rows.ages[self.mine]
+        numbers = [entry_id * size + index for entry_id in rows.entry_ids for index in range(size)][self.mine]
+        return Batch(inputs, rows.fillers, rows, prompts, ages, max_age, serve, numbers)
 
     def _note(self, entries: list[BufferEntry]) -> None:
         """Notes the prompts of a new batch."""

@@ -10,7 +10,7 @@ from ..engines.engine import RolloutPlan
 from ..scheduling import Admission, Continuous, FreshGroups, RolloutResult
 from ..scheduling.continuous import entering
 from ..telemetry.metrics import RolloutRecord
-from ..training.rows import BufferedRows
+from ..training.rows import BufferedRows, Tokens
 from .batches import BufferedBatches
 from .buffer_source import BufferSource
 
@@ -41,13 +41,20 @@ class ContinuousSource(BufferSource):
     def _extend(self) -> None:
         args, ids = self.trainer.args, self.batches.round_ids
         self._admission, plans = self.batches.plan(self.trainer.state.global_step)
+        on_group = None
         if self._scheduler is None:
             policies = args.policies(batch_stop=Continuous(), rollout=self.number)
             self._scheduler = self.scheduler(policies, args.num_generations)
+            on_group = self.streams.follow_groups(self._data_of)
         plans = entering(plans, ids, args.submit_order)
         prompts = self.batches.prompts([plan.group_id for plan in plans])
         keeps = args.kv_after_update == "keep"
-        self.trainer._engine.extend(RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps), prompts)
+        plan = RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps, on_group=on_group)
+        self.trainer._engine.extend(plan, prompts)
+
+    def _data_of(self, entry_id: int) -> tuple[dict[str, Any], Tokens]:
+        entry = self.batches.buffer.entries[entry_id]
+        return entry.row, entry.tokens
 
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides which groups are taken, on the main process."""
@@ -71,9 +78,11 @@ class ContinuousSource(BufferSource):
         return ()
 
     def clear(self) -> None:
+        self.streams.clear()
         super().clear()
         self._scheduler = None
 
     def cancel(self) -> None:
         super().cancel()
+        self.streams.clear()
         self._scheduler = None

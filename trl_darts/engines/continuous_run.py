@@ -5,7 +5,7 @@ runs, and its weights change between two tokens. Runs in the engine's event loop
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..scheduling import (
@@ -16,6 +16,7 @@ from ..scheduling import (
     FinishedGroups,
     FreshGroups,
     GroupPlan,
+    GroupResult,
     RolloutResult,
     Scheduler,
 )
@@ -45,6 +46,7 @@ class ContinuousRun(RolloutRun):
         step: int,
         keeps_kv: bool,
         seed: RolloutSeed | None = None,
+        on_group: Callable[[GroupResult], None] | None = None,
     ) -> None:
         super().__init__(scheduler, monitor, [], body, overrides, deadlines, seed)
         self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
@@ -53,6 +55,8 @@ class ContinuousRun(RolloutRun):
         self.keeps_kv = keeps_kv
         self._steps = {self.pool.version: step}  # by number of the sync
         self._changed = asyncio.Event()
+        self._on_group = on_group
+        self._passed_on: set[int] = set()  # groups that `on_group` was called with
         self.finished.add_done_callback(lambda _: self._changed.set())
 
     @property
@@ -70,11 +74,13 @@ class ContinuousRun(RolloutRun):
         while (chosen := rule.choose(self.scheduler)) is None:
             await self._wait()
         self._execute(self.scheduler.select(chosen, time.perf_counter()))
+        self._pass_on()
         while not self.scheduler.has_ended(chosen):
             await self._wait()
         for group_id in chosen:
             del self.prompts[group_id]
         self.suspects.difference_update(chosen)
+        self._passed_on.difference_update(chosen)
         self.rollout = None
         return self.scheduler.take(chosen, time.perf_counter())
 
@@ -88,7 +94,17 @@ class ContinuousRun(RolloutRun):
 
     def _report(self, event: Event) -> None:
         super()._report(event)
+        self._pass_on()
         self._changed.set()
+
+    def _pass_on(self) -> None:
+        """Calls `on_group` with the groups whose rows were selected since the last call."""
+        if self._on_group is None:
+            return
+        for group_id in sorted(self.scheduler.selected - self._passed_on):
+            self._passed_on.add(group_id)
+            group = self.scheduler.ledger.groups[group_id]
+            self._on_group(GroupResult(group.plan, group.candidates, group.selected or []))
 
     # Versions
 

@@ -4,13 +4,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..scheduling import Admission, FinishedGroups, FreshGroups, GroupPlan, Placement, RolloutResult, Scheduler
+from ..scheduling import (
+    Admission,
+    FinishedGroups,
+    FreshGroups,
+    GroupPlan,
+    GroupResult,
+    Placement,
+    RolloutResult,
+    Scheduler,
+)
 from ..scheduling.ledger import Ledger
 from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
 
 
 OnProgress = Callable[[Ledger], None]
+OnGroup = Callable[[GroupResult], None]
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,9 @@ class RolloutPlan:
     # The next groups of a rollout whose groups are added and taken while it runs, instead of a rollout of its own.
     takes: FreshGroups | FinishedGroups | None = None
     keeps_kv: bool = False  # of a rollout without an end: whether keys and values survive a weight sync
+    # Of the first groups of a rollout without an end: called in any thread with each of its groups whose rows are
+    # selected. Returns at once.
+    on_group: OnGroup | None = None
 
 
 class Engine(ABC):

@@ -77,7 +77,7 @@ class ServerEngine(Engine):
         scheduler, groups, prompts, body, fields, seed = self._request(plan, batch)
         engine = self._generation.own_engine
         if self._continuous is None:
-            self._continuous = engine.open(scheduler, body, fields, self._step, plan.keeps_kv, seed)
+            self._continuous = engine.open(scheduler, body, fields, self._step, plan.keeps_kv, seed, plan.on_group)
 
         async def add() -> None:
             self._continuous[0].add(groups, prompts)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ..errors import ConfigurationError
-from ..scheduling import GroupPlan, RolloutResult, Scheduler
+from ..scheduling import GroupPlan, GroupResult, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .continuous_run import ContinuousRun
 from .discovery import Discovery
@@ -124,13 +124,18 @@ class VLLMServerEngine:
         step: int,
         keeps_kv: bool,
         seed: RolloutSeed | None = None,
+        on_group: Callable[[GroupResult], None] | None = None,
     ) -> tuple[ContinuousRun, Future[RolloutResult]]:
-        """Starts a rollout without an end, with weights of a `step`. Cancelling the future ends its requests."""
+        """
+        Starts a rollout without an end, with weights of a `step`. Cancelling the future ends its requests. `on_group`
+        is called in the engine's thread with each group whose rows are selected.
+        """
 
         async def begin() -> ContinuousRun:
             monitor = await self.monitor()
             monitor.start()
-            return ContinuousRun(scheduler, monitor, body, overrides, self.deadlines, step, keeps_kv, seed)
+            deadlines = self.deadlines
+            return ContinuousRun(scheduler, monitor, body, overrides, deadlines, step, keeps_kv, seed, on_group)
 
         run = self.call(begin())
         return run, self.submit(run.execute([]))

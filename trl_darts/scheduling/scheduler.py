@@ -21,7 +21,7 @@ duplicates and late ones among them):
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -155,6 +155,11 @@ class Scheduler:
     def takeable(self) -> list[int]:
         """IDs of the groups with enough complete candidates, and of dropped ones, in the order of their entry."""
         return sorted(self._ready | self._dropped)
+
+    @property
+    def selected(self) -> Set[int]:
+        """IDs of the groups whose rows are selected."""
+        return self._selected
 
     def select(self, group_ids: Sequence[int], now: float) -> list[Command]:
         """Selects the rows of groups with enough complete candidates, and aborts the unfinished ones."""

@@ -9,8 +9,9 @@ if the function itself still runs.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -104,6 +105,15 @@ class RewardLoop:
     def submit(self, call: RewardCall) -> None:
         """Schedules a call and returns at once."""
         asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside this context, no function runs here that is not async. Waits for the calls that were submitted."""
+        asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop).result()
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._turn.release)
 
     def close(self) -> None:
         """Ends the threads once they are not blocked. Cancel all calls first. Can be called twice."""

@@ -3,10 +3,11 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ from .reward_calls import GRACE_S, RewardCall, RewardFunction, RewardLoop, Rewar
 
 logger = logging.getLogger(__name__)
 
+Decode = Callable[[list[Any], list[Tokens]], list[Any]]  # from prompts and tokens to completions
 OF_THE_BATCH = ("trainer_state", "log_extra", "log_metric")  # TRL's arguments without one value per row
 
 
@@ -43,10 +45,13 @@ class RewardStream:
     `log_extra` values are merged in the order of rows. `log_metric` values are passed on per call, so TRL averages
     them over calls. Reward models are left to TRL.
 
-    A row's number is its position on this process, or a number unique within a rollout buffer.
+    A row's number is its position on this process, or a number unique within a rollout buffer. Results are kept until
+    the next batch, or with `keeps_rows` until a batch asks for them.
 
     After a timeout, the rows of a call get no reward. An async function is cancelled; others keep running.
     """
+
+    keeps_rows = False
 
     def __init__(self, trainer: Any, timeout_s: float, num_processes: int = 1, mailbox: Mailbox | None = None) -> None:
         self.trainer = trainer
@@ -69,7 +74,8 @@ class RewardStream:
 
     def begin(self, input_of: Callable[[int], dict[str, Any]]) -> None:
         """Starts a batch, and cancels calls of the previous one. `input_of` returns a row's data by its number."""
-        self._forget()
+        if not self.keeps_rows:
+            self._forget()
         self._input_of = input_of
         named = enumerate(zip(self.trainer.reward_funcs, self.trainer.reward_func_names, strict=True))
         self._functions = {index: pair for index, pair in named if not isinstance(pair[0], nn.Module)}
@@ -126,18 +132,21 @@ class RewardStream:
     def submit(self, own: FinalRows) -> None:
         """Decodes rows of this process and starts every function on them, without waiting for results."""
         final = dict(sorted(zip(own.rows, own.completion_ids, strict=True)))
-        self._completion_ids.update(final)
+        inputs = [self._input_of(row) for row in final]
+        self._submit(final, inputs, partial(decode_completions, self.trainer))
+
+    def _submit(self, final: Mapping[int, Tokens], inputs: Sequence[dict[str, Any]], decode: Decode) -> None:
         rows, completion_ids = list(final), list(final.values())
-        inputs = [self._input_of(row) for row in rows]
         prompts = [example["prompt"] for example in inputs]
         columns = [key for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")]
         arguments = {
             "prompts": prompts,
-            "completions": decode_completions(self.trainer, prompts, completion_ids),
+            "completions": decode(prompts, completion_ids),
             "completion_ids": completion_ids,
             **{key: [example[key] for example in inputs] for key in columns},
             "trainer_state": self.trainer.state,
         }
+        self._completion_ids.update(final)
         self._start(rows, arguments)
 
     def _start(self, rows: list[int], arguments: Mapping[str, Any]) -> None:
@@ -164,7 +173,7 @@ class RewardStream:
             with replaced(self.trainer, "reward_funcs", functions):
                 yield
         finally:
-            self._forget()
+            self._forget(set(rows) if self.keeps_rows and rows is not None else None)
 
     def metrics(self) -> dict[str, float]:
         """
@@ -177,15 +186,28 @@ class RewardStream:
             "darts/stream/reward_timeouts": float(self._num_late),
         }
 
+    def clear(self) -> None:
+        """Cancels all calls, at the beginning or the end of a training."""
+        self._forget()
+
     def close(self) -> None:
         """Ends the threads, without waiting for running calls."""
-        self._forget()
+        self.clear()
         self._loop.close()
 
-    def _forget(self) -> None:
-        for call in reversed(self._calls):  # in forward order, a cancellation would start the next call
+    def _forget(self, rows: Set[int] | None = None) -> None:
+        """Cancels the calls of these rows, or all of them, and drops their results."""
+
+        def is_kept(row: int) -> bool:
+            return rows is not None and row not in rows
+
+        gone = [call for call in self._calls if not is_kept(call.rows[0])]  # or all of its rows are kept
+        for call in reversed(gone):  # in forward order, a cancellation would start the next call
             call.future.cancel()
-        self._calls, self._call_of, self._completion_ids, self.owners = [], {}, {}, {}
+        self._calls = [call for call in self._calls if is_kept(call.rows[0])]
+        self._call_of = {key: call for key, call in self._call_of.items() if is_kept(key[1])}
+        self._completion_ids = {row: ids for row, ids in self._completion_ids.items() if is_kept(row)}
+        self.owners = {}
 
     def _server(self, place: int, name: str, numbers: Sequence[int] | None) -> RewardFunction:
         """Returns the replacement of a function that TRL calls with all rows. The first one waits for all calls."""
@@ -216,13 +238,16 @@ class RewardStream:
         while pending:
             done, pending = wait(pending, self._timeout_s + GRACE_S, FIRST_COMPLETED)
             if not done:
-                self._loop.close()
-                self._loop = RewardLoop(self._timeout_s)
-                for call in self._calls:
-                    if call.started_at is not None:
-                        call.expire()
-                    else:
-                        self._loop.submit(call)
+                self._renew_loop()
+
+    def _renew_loop(self) -> None:
+        self._loop.close()
+        self._loop = RewardLoop(self._timeout_s)
+        for call in self._calls:
+            if call.started_at is not None:
+                call.expire()
+            else:
+                self._loop.submit(call)
 
     def _merge(self, place: int, rows: Sequence[int], arguments: Mapping[str, Any]) -> Rewards:
         """Returns a function's rewards in the order of rows, and passes on its logs. Raises its first exception."""
@@ -261,14 +286,24 @@ def _copied(key: str, value: Any) -> Any:
     return [list(row) if key == "completion_ids" else copy.deepcopy(row) for row in value]
 
 
-def decode_completions(trainer: Any, prompts: list[Any], completion_ids: list[Tokens]) -> list[Any]:
-    """Decodes completions as TRL does inside `_generate`."""
-    processing_class: Any = trainer.processing_class
+def decode_completions(
+    trainer: Any,
+    prompts: list[Any],
+    completion_ids: list[Tokens],
+    tokenizer: Any = None,
+    prompt_ids: Sequence[Tokens] | None = None,
+) -> list[Any]:
+    """
+    Decodes completions as TRL does inside `_generate`. Outside the main thread, `tokenizer` is a copy of the
+    trainer's, and `prompt_ids` are the prompts' tokens.
+    """
+    processing_class: Any = trainer.processing_class if tokenizer is None else tokenizer
     if not is_conversational({"prompt": prompts[0]}):
         return list(processing_class.batch_decode(completion_ids, skip_special_tokens=True))
     names = ("response_template", "response_schema")
     if any(getattr(processing_class, name, None) is not None for name in names):
-        prompt_ids, _, _ = trainer._tokenize_prompts(copy.deepcopy(prompts))
+        if prompt_ids is None:
+            prompt_ids, _, _ = trainer._tokenize_prompts(copy.deepcopy(prompts))
         return [
             [parse_completion(processing_class, ids, prefix, trainer.tools)]
             for ids, prefix in zip(completion_ids, prompt_ids, strict=True)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
+from ..engines.engine import OnGroup
 from ..engines.mailbox import Mailbox
 from ..errors import ConfigurationError
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
 from ..training.positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
 from ..trl_compat import disable_gradient_checkpointing, is_sharded, use_adapter
+from .continuous_rewards import ContinuousRewards
 from .forward import Scorer
 from .logprob_stream import POLICY, REFERENCE, LogprobStream
 from .plan import ScoringRound, Tokens
@@ -66,6 +68,15 @@ class Streams:
         """Inside this context, TRL's calls of reward functions for `rows` return the streamed rewards."""
         return nullcontext() if self.rewards is None else self.rewards.serving(rows)
 
+    def pausing_rewards(self) -> AbstractContextManager[None]:
+        """Inside this context, only the caller runs reward functions that are not async: some are not thread-safe."""
+        return self.rewards.paused() if isinstance(self.rewards, ContinuousRewards) else nullcontext()
+
+    def clear(self) -> None:
+        """Forgets the rewards of a rollout that is given up."""
+        if self.rewards is not None:
+            self.rewards.clear()
+
     def owners(self) -> Mapping[int, int]:
         """Returns the process that scores each group of a buffer, by entry ID, on the main process."""
         return {} if self.rewards is None else self.rewards.owners
@@ -93,6 +104,10 @@ class Streams:
         return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
 
     # On the main process
+
+    def follow_groups(self, data_of: Callable[[int], tuple[dict[str, Any], Tokens]]) -> OnGroup | None:
+        """Starts a rollout without an end. Returns what its engine calls with each complete group."""
+        return self.rewards.follow(data_of) if isinstance(self.rewards, ContinuousRewards) else None
 
     def watch(
         self,
@@ -149,7 +164,7 @@ def make_streams(trainer: Any) -> Streams:
         _check_rollouts(trainer, name)
     num_processes = accelerator.num_processes
     mailbox = trainer._main.mailbox if enabled and num_processes > 1 else None
-    log_probs = rewards = None
+    log_probs: LogprobStream | None = None
     if args.stream_logprobs:
         check_model(accelerator.unwrap_model(trainer.model))
         log_probs = LogprobStream(
@@ -162,11 +177,24 @@ def make_streams(trainer: Any) -> Streams:
             mailbox,
             is_sharded(trainer),
         )
-    if args.stream_rewards:
-        # A proxy avoids a reference cycle, so that the threads end with the trainer.
-        rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s, num_processes, mailbox)
-        weakref.finalize(trainer, rewards.close)
+    rewards = _reward_stream(trainer, num_processes, mailbox) if args.stream_rewards else None
     return Streams(log_probs, rewards, mailbox)
+
+
+def _reward_stream(trainer: Any, num_processes: int, mailbox: Mailbox | None) -> RewardStream:
+    # A proxy avoids a reference cycle, so that the threads end with the trainer.
+    own, timeout_s = weakref.proxy(trainer), trainer.args.stream_reward_timeout_s
+    if not trainer.args.is_continuous:
+        stream = RewardStream(own, timeout_s, num_processes, mailbox)
+    elif num_processes == 1:
+        stream = ContinuousRewards(own, timeout_s)
+    else:
+        raise ConfigurationError(
+            f"`stream_rewards` (True) does not run with `rollout_ahead` ('continuous') on {num_processes} processes: "
+            "only the main one has groups before their batch is taken. Set it to `False`."
+        )
+    weakref.finalize(trainer, stream.close)
+    return stream
 
 
 def called_model(trainer: Any, model: Any) -> str:
