@@ -9,7 +9,7 @@ ground, which dark pages leave as it is. The same lines and the same matplotlib 
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cells import geometric
-from benchmarks.lines import ROOT
+from benchmarks.lines import RESULTS, ROOT
 from benchmarks.page_numbers import NUMBERS, WITHIN
+from benchmarks.smollm2 import against_trl as runs_against_trl
+from benchmarks.smollm2 import parts_of
 from benchmarks.speedups import (
     Pairs,
     agreement,
@@ -40,6 +42,7 @@ from trl_darts.analysis.estimates import Estimate
 WIDTH = 3.75  # inches of 96 pixels: as wide as the text on a phone
 COLORS = {  # of arms, the same in all figures
     "GRPO": GREY,
+    "TRL": MUTED,
     "default": BLUE,
     "guard off": PALETTE[6],
     "paper": VERMILION,
@@ -230,14 +233,31 @@ def anatomy(plt: Any) -> Any:
         runs = [run for run, _ in smollm2("smollm2.gpu", arm.lower())]
         total = float(np.mean([mean_of(run, "step_seconds") for run in runs]))
         parts = {name: float(np.mean([mean_of(run, key) for run in runs])) for name, key in PARTS.items()}
-        parts["rest"] = total - sum(parts.values())
-        for (name, seconds), begin in zip(parts.items(), accumulate([0.0, *parts.values()]), strict=False):
-            axes.bar(place, seconds, bottom=begin, width=0.94, color=COLORS[arm], edgecolor="white", linewidth=1.5)
-            axes.text(place, begin + seconds / 2, f"{name} {seconds:.2f}", ha="center", va="center", color="white")
-        axes.text(place, total + 0.04, f"{arm} {total:.2f}", ha="center", weight="bold")
-    axes.set(ylim=(0, 2.8), ylabel="seconds of a step")
-    axes.set_xticks([])
+        _stack(axes, place, arm, parts | {"rest": total - sum(parts.values())}, 2.8, ".2f")
     return figure
+
+
+def against_trl(plt: Any) -> Any:
+    """Seconds of a step on two cores, of TRL's class and of our GRPO, by what they are spent on."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
+    figure.subplots_adjust(left=0.17, right=0.99, top=0.99, bottom=0.04)
+    arms = {arm: parts_of(runs) for arm, runs in runs_against_trl(RESULTS).items()}
+    for place, (arm, parts) in enumerate(arms.items()):
+        _stack(axes, place, arm, parts, 1.1 * max(sum(own.values()) for own in arms.values()), ".0f")
+    return figure
+
+
+def _stack(axes: Any, place: int, arm: str, parts: Mapping[str, float], top: float, form: str) -> None:
+    """Draws the parts of a step on each other. Parts that are too flat for a label have none."""
+    total = sum(parts.values())
+    for (name, seconds), begin in zip(parts.items(), accumulate([0.0, *parts.values()]), strict=False):
+        axes.bar(place, seconds, bottom=begin, width=0.94, color=COLORS[arm], edgecolor="white", linewidth=1.5)
+        if seconds > 0.04 * top and len(parts) > 1:
+            label = f"{name} {seconds:{form}}"
+            axes.text(place, begin + seconds / 2, label, ha="center", va="center", color="white")
+    axes.text(place, total + 0.015 * top, f"{arm} {total:{form}}", ha="center", weight="bold")
+    axes.set(ylim=(0, top), ylabel="seconds of a step")
+    axes.set_xticks([])
 
 
 SHARES = (0.0, 0.002, 0.01)
@@ -304,6 +324,7 @@ FIGURES: dict[str, Callable[[Any], Any]] = {
     "results_reward": reward,
     "results_worlds": worlds,
     "results_anatomy": anatomy,
+    "results_against_trl": against_trl,
     "results_endless": endless,
     "results_simulator": simulator,
 }

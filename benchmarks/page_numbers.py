@@ -154,6 +154,15 @@ def _padding() -> list[float]:
     return [a["seconds"] / b["seconds"] for a, b in zip(theirs, ours, strict=True)]
 
 
+def _step(prompt: int) -> Number:
+    def values() -> list[float]:
+        asked = ("1.7b", prompt, "on")
+        *_, last = (own for own in lines_of("step.jsonl") if (own["size"], own["prompt"], own["correction"]) == asked)
+        return [a["seconds"] / b["seconds"] for a, b in zip(last["runs"]["TRL"], last["runs"]["all"], strict=True)]
+
+    return Number("step.jsonl", values)
+
+
 WITHIN = math.log(1.1)  # simulated and real seconds differ by at most a tenth
 SCHEDULES = {
     "default": "default",
@@ -182,6 +191,7 @@ NUMBERS: dict[str, Number] = {
     "cpu.trl": _over_trl("smollm2"),
     "cpu.new": _rollouts("bare", "default", NEW),
     "padding.tail": Number("padding.jsonl", _padding),
+    **{f"step.{prompt}": _step(prompt) for prompt in (128, 512, 2048)},
     "learning.default": _learning("published", "default"),
     "learning.unguarded": _learning("published", "unguarded"),
     "learning.paper": _learning("published", "paper"),

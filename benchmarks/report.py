@@ -77,7 +77,8 @@ def smollm2_tables(results: Path) -> Iterator[tuple[str, str]]:
         yield f"smollm2, {pace}", smollm2_rollouts.rollouts_table(rollouts, pace)
     yield "smollm2, shares", smollm2_rollouts.shares_table(rollouts, "paced")
     yield "smollm2, agreement", smollm2_rollouts.agreement_table(rollouts)
-    for machine, name in product(smollm2.SETTINGS, ("speed", "learned", "parts", "progress", "rounds")):
+    yield "smollm2, exact", smollm2.exact_tables(results)
+    for machine, name in product(("cpu", "gpu"), ("speed", "learned", "parts", "progress", "rounds")):
         yield f"smollm2 on a {machine}, {name}", getattr(smollm2, f"{name}_table")(results, machine)
 
 

@@ -15,6 +15,7 @@ from benchmarks.models import make_markov_model, make_tokenizer
 from benchmarks.vllm_server import free_port, start_vllm_server
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.engines.vllm_generation import synced_generation
+from trl_darts.telemetry.stopwatch import REST, StepParts, Stopwatch
 
 
 @contextmanager
@@ -55,11 +56,40 @@ def make_trainer(
 
 
 class TRLTrainer(GRPOTrainer):
-    """TRL's class, with our connection to the server: TRL's client refuses one without CUDA."""
+    """
+    TRL's class, with our connection to the server: TRL's client refuses one without CUDA. It logs where the seconds of
+    its steps go, as ours does.
+    """
 
     def __init__(self, model: Any, reward: Any, args: Any, dataset: Any, processing_class: Any = None) -> None:
+        self._clock = Stopwatch()
         with synced_generation(args, model, dataset):
             super().__init__(model, reward, args, dataset, processing_class=processing_class)
+        self.vllm_generation.sync_weights = self._clock.on("weights")(self.vllm_generation.sync_weights)
+        self.add_callback(StepParts(self))
+
+    def _log_all(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.on("rollout"):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.on("scoring"):
+            return super()._generate_and_score_completions(*args, **kwargs)
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.on(REST):
+            return super()._prepare_inputs(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.on("passes"):
+            loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self._clock.switch("optimizer")
+        return loss
 
 
 class StepSeconds(TrainerCallback):

@@ -2,6 +2,7 @@
 Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server.
 
     python -m benchmarks.smollm2 [--machines cpu,gpu] [--arms grpo,default] [--seeds 0,1,2] [--minutes 60]
+    python -m benchmarks.smollm2 --machines exact --arms grpo,trl --steps 3 --tests 8
 
 9 steps of 8 prompts × 8 rows, in which 24 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
 16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
@@ -9,6 +10,9 @@ autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were n
 at the end, outside the seconds of the steps. TRL's own class, with our connection to the server (TRL's client refuses
 one without CUDA), runs for three steps, for its seconds alone. Two arms have a server that drafts (`suffix`), one of
 them without learning.
+
+The machine `exact` is `cpu` with a whole group in each micro-batch, so that its rows can share their prompt, for GRPO
+beside TRL's class over the same steps. Runs of `cpu` were made before prompts were shared and log-probs reused.
 
 A run takes a quarter of an hour on two quiet cores. Seconds of runs that had the machine to themselves are seconds; of
 others, only the tokens count.
@@ -42,6 +46,7 @@ from benchmarks.smollm2_rollouts import (
     tokens_of,
 )
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.telemetry import stopwatch
 
 
 TRL_STEPS, NUM_EPOCHS = 3, 3
@@ -73,6 +78,7 @@ class Setting:
 
 SETTINGS = {
     "cpu": Setting(MACHINES["cpu"], "smollm2", steps=9, micro_batch=4, config={}),
+    "exact": Setting(MACHINES["cpu"], "smollm2.exact", steps=9, micro_batch=NUM_GENERATIONS, config={}),
     "gpu": Setting(
         MACHINES["gpu"],
         "smollm2.gpu",
@@ -92,7 +98,7 @@ def server_of(setting: str, drafts: bool) -> Iterator[str]:
 
 def run(shared: Shared, machine: str, seed: int, arm: str, steps: int, prompts: int, tests: int) -> dict[str, Any]:
     """Trains one arm, and returns its log and its scores before and after."""
-    if machine == "cpu":
+    if machine != "gpu":
         torch.set_num_threads(2)  # the server is idle while the trainer computes
     url, setting = shared(server_of, machine, arm in DRAFTING), SETTINGS[machine]
     if prompts:
@@ -197,8 +203,8 @@ def learned_table(results: Path, machine: str) -> str:
 PARTS = {
     "rollout": "darts/rollout/seconds",
     "weights": "darts/sync/seconds",
-    "rewards, log-probs": "darts/score/seconds",
-    "training": "darts/train/seconds",
+    "scoring": "darts/score/seconds",
+    "passes": "darts/train/seconds",
 }
 
 
@@ -209,6 +215,30 @@ def parts_table(results: Path, machine: str) -> str:
         own = [run for run in runs if run["arm"] == arm]
         rows.append([arm, *(cells.mean([mean_of(run, name) for run in own]) for name in PARTS.values())])
     return cells.table(["arm", *PARTS], rows)
+
+
+def parts_of(runs: Sequence[Run]) -> dict[str, float]:
+    """Returns where the seconds of a step go, as means over runs. Older ones have fewer parts, and a larger rest."""
+    names = PARTS if np.isnan(mean_of(runs[0], "darts/step/seconds")) else stopwatch.PARTS
+    parts = {name: float(np.mean([mean_of(run, key) for run in runs])) for name, key in names.items()}
+    parts = {name: seconds for name, seconds in parts.items() if not np.isnan(seconds)}
+    return {**parts, "rest": float(np.mean([mean_of(run, "step_seconds") for run in runs])) - sum(parts.values())}
+
+
+def against_trl(results: Path) -> dict[str, list[Run]]:
+    """Returns runs of TRL's class and of GRPO, over equally many steps."""
+    pairs = pairs_of(runs_of(results, "exact"), TRL) or pairs_of(runs_of(results, "cpu"), TRL)
+    return {"TRL": [own for own, _ in pairs], "GRPO": [base for _, base in pairs]}
+
+
+def exact_tables(results: Path) -> str:
+    """Returns the speed and the parts of a step of GRPO beside those of TRL's class."""
+    if not pairs_of(runs_of(results, "exact"), TRL):
+        return ""
+    parts = {arm: parts_of(runs) for arm, runs in against_trl(results).items()}
+    rows = [[arm, *(f"{seconds:.2f}" for seconds in own.values())] for arm, own in parts.items()]
+    header = ["seconds of a step", *parts["GRPO"]]
+    return f"{speed_table(results, 'exact')}\n\n{cells.table(header, rows)}"
 
 
 def progress_table(results: Path, machine: str) -> str:

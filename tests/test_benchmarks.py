@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import peers, smollm2
 from benchmarks.harness import Benchmark, Shared, alternate, main, parse, run_missing
 
 
@@ -142,3 +142,17 @@ def test_each_script_has_runs_and_names_its_command(name):
     assert f"python -m benchmarks.{name} " in f"{benchmark.doc} "
     for words in ([], ["--quick"]):
         assert next(benchmark.runs(parse(benchmark, words)))
+
+
+def test_a_step_of_ours_beside_one_of_trls(tmp_path):
+    """Parts are what was logged, and the rest is the rest. Steps that only one of them has do not count."""
+    own = {"step_seconds": 10.0, "darts/step/seconds": 9.5, "darts/step/rollout": 4.0, "darts/step/passes": 5.0}
+    ours, theirs = [own, own | {"step_seconds": 99.0}], [own | {"step_seconds": 40.0, "darts/step/passes": 30.0}]
+    assert smollm2.exact_tables(tmp_path) == ""
+    for arm, steps in (("grpo", ours), ("trl", theirs)):
+        run = {"machine": "exact", "arm": arm, "seed": 0}
+        (tmp_path / smollm2.file_of(run)).write_text(json.dumps({**run, "steps": steps}))
+    parts = {arm: smollm2.parts_of(runs) for arm, runs in smollm2.against_trl(tmp_path).items()}
+    assert parts["GRPO"] == {"rollout": 4.0, "passes": 5.0, "rest": 1.0}
+    assert parts["TRL"] == {"rollout": 4.0, "passes": 30.0, "rest": 6.0}
+    assert "| GRPO | 4.00 | 5.00 | 1.00 |" in smollm2.exact_tables(tmp_path)
