@@ -41,7 +41,7 @@ from trl_darts.weights.files import WeightDirectory
 
 ARMS = ("merged", "adapter")
 NUM_TOKENS, BEFORE = 200, 50  # of an answer, and of these before the sync
-NUM_ANSWERS = 32  # at once
+NUM_ANSWERS, NUM_DECODED = 32, 64  # answers at once, and their tokens
 PROMPT = [5 + i % 90 for i in range(32)]
 OPTIONS = {"enable_lora": True, "max_loras": 5, "max_model_len": 512, "max_num_seqs": 64}
 NUM_SERVERS = {"random": 1, "smollm2": 2}
@@ -112,10 +112,12 @@ def sync(generation: SyncedGeneration) -> dict[str, float]:
     return {"bytes": record.num_bytes, "seconds": record.seconds, "stall": max(gaps) - statistics.median(gaps)}
 
 
-async def answer(generation: SyncedGeneration, name: str, times: list[float], interval: int = 1) -> None:
+async def answer(
+    generation: SyncedGeneration, name: str, times: list[float], num_tokens: int = NUM_TOKENS, interval: int = 1
+) -> None:
     """Decodes an answer on the first server, with the weights of the last sync. Appends when chunks arrive."""
     member = next(iter(generation.engine.members.values()))
-    options = {"model": member.model_name(member.version) or generation.facts.model, "max_tokens": NUM_TOKENS}
+    options = {"model": member.model_name(member.version) or generation.facts.model, "max_tokens": num_tokens}
     request = CompletionRequest.of(name, ServerPrompt(PROMPT), [], {**options, "ignore_eos": True})
     async for _ in await member.server.open(request, interval):
         times.append(time.perf_counter())
@@ -125,7 +127,8 @@ def decode(generation: SyncedGeneration) -> float:
     """Returns the seconds of many answers at once."""
 
     async def answers() -> None:
-        await asyncio.gather(*(answer(generation, f"answer{n}", [], NUM_TOKENS) for n in range(NUM_ANSWERS)))
+        own = [answer(generation, f"answer{n}", [], NUM_DECODED, NUM_DECODED) for n in range(NUM_ANSWERS)]
+        await asyncio.gather(*own)
 
     start = time.perf_counter()
     generation.engine.call(answers())
