@@ -18,6 +18,8 @@ of their rollout. No other server may be lost.
 - defer: groups wait for long rounds, and a fifth of the prompts is audited.
 - tail: another server takes over the last 16 candidates.
 - suffix: with drafts.
+- adapter, adapter_continuous: weights are LoRA adapters, otherwise as with default and continuous. No adapter may be
+  left on a server at the end.
 
 Times are of one clock. The exit status is 1 if something was lost.
 """
@@ -35,10 +37,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import psutil
+import requests
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from benchmarks import parts
@@ -47,6 +52,7 @@ from benchmarks.lines import ROOT
 from benchmarks.servers import make_trainer, training_args
 from benchmarks.vllm_server import free_port, is_healthy
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.engines.addresses import key_of
 from trl_darts.engines.pool import State
 from trl_darts.scheduling import CandidateEnded, CandidateState, EngineLost, RolloutResult, Scheduler, TokensArrived
 from trl_darts.tiny_reasoner.task import accuracy_reward, make_dataset
@@ -57,6 +63,8 @@ NUM_SERVERS = 2
 FROZEN_S = 15.0
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.02
+LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+ADAPTER = {"weight_sync": "adapter", "learning_rate": 1e-4}  # so that versions differ by more than the tolerance
 FIELDS: dict[str, dict[str, Any]] = {
     "default": {},
     "ahead": {"rollout_ahead": 1},
@@ -71,6 +79,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "defer": {"defer_unsettled_groups": True, "audit_share": 0.2},
     "tail": {"tail_switch_at": 16},
     "suffix": {},
+    "adapter": ADAPTER,
+    "adapter_continuous": {**ADAPTER, "rollout_ahead": "continuous"},
 }
 
 
@@ -166,7 +176,9 @@ class Audit:
         self.rollouts: list[tuple[float, float]] = []  # start and end
         self.worst = 0.0  # difference of a resumed candidate's log-prob
         self.open: list[Audited] = []
-        self.model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)  # a copy would call the original
+        self.model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT)  # a copy would call the original
+        if trainer.vllm_generation.sends_adapters:
+            self.model = get_peft_model(self.model, LORA)
         engine = trainer.vllm_generation.engine
         self._start, engine.start = engine.start, self._audited
         self._open, engine.open = engine.open, self._opened
@@ -290,13 +302,14 @@ class Audit:
 
 
 @contextmanager
-def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[list[str]]:
+def serve(log_dir: str, num_servers: int, options: Sequence[str] = ()) -> Iterator[list[str]]:
     """Yields the addresses of servers that are restarted when they die."""
     port = free_port()
     command = [sys.executable, "-m", "trl_darts.cli", "serve", str(CHECKPOINT), "--restart"]
     command += ["--num-servers", str(num_servers), "--port", str(port), "--log-dir", log_dir]
-    command += ["--speculative", speculative] if speculative else []
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, *options], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
     urls = [f"http://127.0.0.1:{port + index}" for index in range(num_servers)]
     deadline = time.monotonic() + 240
     try:
@@ -310,6 +323,13 @@ def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[l
         process.wait(60)
 
 
+def num_adapters(url: str) -> int:
+    """Returns the number of adapters that a server has loaded."""
+    headers = {"Authorization": f"Bearer {key}"} if (key := key_of(url)) else {}
+    models = requests.get(f"{url}/v1/models", headers=headers, timeout=30).json()["data"]
+    return sum(model["parent"] is not None for model in models)
+
+
 def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **fields: Any) -> tuple[list[Fault], Audit]:
     """Trains while faults are injected. Servers beyond the main ones are tail servers."""
     main_urls, tail_urls = urls[:NUM_SERVERS], urls[NUM_SERVERS:]
@@ -321,17 +341,20 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
         num_generations=8,
         max_completion_length=256,
         max_steps=100_000,
-        learning_rate=1e-6,  # so that answers stay long
         seed=seed,
-        **{"per_device_train_batch_size": 64, **fields},
+        # With this learning rate, answers stay long.
+        **{"per_device_train_batch_size": 64, "learning_rate": 1e-6, **fields},
     )
-    trainer = make_trainer(str(CHECKPOINT), accuracy_reward, args, make_dataset(64, seed=0))
+    kind = partial(DARTSGRPOTrainer, peft_config=LORA if args.weight_sync == "adapter" else None)
+    trainer = make_trainer(str(CHECKPOINT), accuracy_reward, args, make_dataset(64, seed=0), kind=kind)
     audit = Audit(trainer)
     chaos = Chaos(trainer.vllm_generation.engine, kinds, seed, audit.note_weights)
     trainer.add_callback(chaos)
     trainer.train()
     audit.check_ended()
     audit.counts["lost without a fault"] = trainer.vllm_generation.engine.num_losses - len(kinds)
+    trainer.vllm_generation.engine.close()
+    audit.counts["adapters left"] = sum(map(num_adapters, urls))
     return chaos.faults, audit
 
 
@@ -339,8 +362,9 @@ def run(shared: Shared, arm: str, kills: int, freezes: int, seed: int) -> dict[s
     """Trains with an arm's settings, and returns the faults, their consequences and the checks."""
     kinds = ["kill"] * kills + ["freeze"] * freezes
     random.Random(seed).shuffle(kinds)
-    servers, speculative = NUM_SERVERS + (arm == "tail"), "suffix" if arm == "suffix" else None
-    with tempfile.TemporaryDirectory() as directory, serve(directory, servers, speculative) as urls:
+    servers, options = NUM_SERVERS + (arm == "tail"), ["--speculative", "suffix"] if arm == "suffix" else []
+    options += ["--lora-rank", str(LORA.r)] if arm.startswith("adapter") else []
+    with tempfile.TemporaryDirectory() as directory, serve(directory, servers, options) as urls:
         faults, audit = train(urls, kinds, seed, directory, **FIELDS[arm])
     found = {"kills": kills, "freezes": freezes, "seed": seed, "counts": dict(audit.counts), "worst": audit.worst}
     rollouts = {"faults": list(map(asdict, faults)), "rollouts": audit.rollouts}
@@ -349,6 +373,8 @@ def run(shared: Shared, arm: str, kills: int, freezes: int, seed: int) -> dict[s
 
 def check(line: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a run."""
+    if line["counts"]["adapters left"]:
+        return f"Adapters were left loaded with {line['arm']}: {line['counts']['adapters left']}"
     return None if line["nothing_lost"] else f"Something was lost with {line['arm']}: {line['counts']}"
 
 

@@ -295,25 +295,51 @@ def server_overhead(results: Path) -> str:
     return section("Client overhead", text, cells.table(header, rows))
 
 
+SHARING_LAST = 4  # steps
+
+
 def adapters(results: Path) -> str:
-    lines = last(results, "adapters", "rank")
+    lines = last(results, "adapters", "model", "rank")
     if not lines:
         return ""
     rows = []
     for line in lines.values():
-        name = f"{line['num_parameters'] / 1e6:.3g} M, rank {line['rank']}"
+        name = f"{line['model']}, {line['num_parameters'] / 1e6:.3g} M, rank {line['rank']}"
         for key, shown, unit in (
             ("bytes", "MiB", 2**-20),
             ("seconds", "sync (ms)", 1e3),
             ("stall", "stall (ms)", 1e3),
+            ("decode", "decoding (s)", 1),
         ):
             merged, adapter = ([unit * value for value in line[key][arm]] for arm in ("merged", "adapter"))
             ratio = "–" if key == "stall" else cells.ratio(quotients(merged, adapter))
             rows.append([name, shown, median(merged), median(adapter), ratio])
     text = f"""
-        `python -m benchmarks.adapters`: weight syncs of a random model with an adapter of all linear layers, while an
-        answer decodes {origin(lines)}. Its stall is the longest pause between two tokens, beyond the usual one."""
-    return section("Adapters", text, cells.table(["parameters", "", "merged", "adapter", "merged ÷ adapter"], rows))
+        `python -m benchmarks.adapters`: weight syncs with an adapter of all linear layers, while an answer decodes
+        {origin(lines)}. Its stall is the longest pause between two tokens, beyond the usual one. Decoding is of 32
+        answers at once, with merged weights and with the adapter. `smollm2` has two servers."""
+    return section("Adapters", text, cells.table(["model", "", "merged", "adapter", "merged ÷ adapter"], rows))
+
+
+def sharing(results: Path) -> str:
+    lines = last(results, "sharing", "seed")
+    if not lines:
+        return ""
+    rows = []
+    for name in next(iter(lines.values()))["alone"]:
+        cells_of = []
+        for way in ("alone", "together"):
+            own = [line[way][name] for line in lines.values()]
+            rewards = [statistics.mean(one["reward"][-SHARING_LAST:]) for one in own]
+            cells_of += [cells.mean([one["end"] - one["begin"] for one in own]), cells.mean(rewards)]
+        rows.append([name, *cells_of])
+    ratio = cells.ratio([line["ratio"] for line in lines.values()])
+    text = f"""
+        `python -m benchmarks.sharing`: two LoRA trainings with different learning rates on one server at a GPU's pace
+        {origin(lines)}. Together they take {ratio} times less than one after the other ({len(lines)} seeds). Rewards
+        are those of the last {SHARING_LAST} steps."""
+    header = ["learning rate", "seconds alone", "reward alone", "seconds together", "reward together"]
+    return section("Two trainings on one server", text, cells.table(header, rows))
 
 
 def in_flight(results: Path) -> str:

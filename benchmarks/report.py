@@ -30,6 +30,7 @@ PARTS: tuple[Callable[[Path], str], ...] = (
     parts.server_overhead,
     parts.in_flight,
     parts.adapters,
+    parts.sharing,
     parts.drafts,
     parts.faults,
     parts.checkpoints,

@@ -1,6 +1,5 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with other rollouts."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -46,7 +45,7 @@ from .telemetry.metrics import RolloutRecord
 from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.rollout_log import RolloutLog
-from .telemetry.stopwatch import Stopwatch
+from .telemetry.stopwatch import REST, StepParts, Stopwatch
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
@@ -123,8 +122,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _reused: ReusedLogprobs | None = None
     _waves: Waves | None = None  # set if a batch is trained on while it decodes
     _canary: Canary | None = None  # set with servers
-    _train_clock, _score_clock = Stopwatch(), Stopwatch()
-    _step_ended = 0.0  # time of the last optimizer step's end, or of the training's begin
+    _clock = Stopwatch()
 
     def __init__(
         self,
@@ -185,7 +183,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._state_callback = RolloutStateCallback(self._tracker_callback, self._admission, rollouts)
         self._preemption = Preemption(self.accelerator, args.uses_servers)
         logs = [RunLogCallback()] if args.save_rollout_trace else []
-        for callback in (self._state_callback, self._preemption, *logs):
+        for callback in (self._state_callback, self._preemption, StepParts(self), *logs):
             self.add_callback(callback)
         shorten_console(callbacks, self._rollout_log.totals)
         self._main.run(lambda: check_prompt_lengths(self))
@@ -214,7 +212,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._in_tool_loop:
             rows = self._source.later_turn(prompts)
         elif (rows := self._batch.completions(prompt_ids)) is None:
-            with self._score_clock.paused():
+            with self._clock.on("rollout"):
                 rows = self._source.sample(prompts)
             self._batch.fillers = frozenset() if rows is None else rows.fillers
         if rows is None:
@@ -256,9 +254,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _sync_weights(self) -> None:
         """Waits for a rollout that was launched ahead, and syncs the weights as two of TRL's methods do inline."""
-        self._engine.drain(self.state.global_step)
+        with self._clock.on("rollout"):
+            self._engine.drain(self.state.global_step)
         if self.use_vllm and self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
+            with profiling_context(self, "sync_weights"), self._clock.on("weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
             if self._canary is not None:
@@ -269,7 +268,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._sync_weights()
         with replaced(self, "_prompts", prompts):
             output = super()._generate(prompts, *args, **kwargs)
-        with self._score_clock.paused():
+        with self._clock.on("rollout"):
             self._source.launch_next()
         return output
 
@@ -283,11 +282,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._reused is not None and self.model.training:
             score = partial(self._reused.score, self, score)
         with self._streams.serving(source.input_of(inputs)) as streamed:
-            batch = source.next(inputs)
+            with self._clock.on("rollout"):
+                batch = source.next(inputs)
             # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
             asked = partial(self._rewards_of_batch, self._calculate_rewards)
             with (
-                self._score_clock.running(),
+                self._clock.on("scoring"),
                 replaced(self, "_batch", batch),
                 replaced(self, "_calculate_rewards", asked),
             ):
@@ -296,7 +296,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._waves is not None and source.trains:
             self._waves.count(output, self._waves.is_first(self._step))
         if self._waves is None or self._waves.is_last(self._step):
-            metrics["darts/score/seconds"] = self._score_clock.pop()
+            metrics["darts/score/seconds"] = self._clock.pop("scoring")
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
         return output
@@ -328,7 +328,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
         streams = self._streams
         streamed = streams.serving_rewards(rows) if self._source.trains else streams.pausing_rewards()
-        with self._score_clock.running(), streamed, checked_rewards(self):  # also of groups that wait for others
+        with self._clock.on("scoring"), streamed, checked_rewards(self):  # also of groups that wait for others
             return self._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +353,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         batch = partial(self._score_batch, self._generate_and_score_completions)
         before, steps = self._buffered_inputs, self._num_micro_batches
         with (
-            self._train_clock.paused(),
+            self._clock.on(REST),
             replaced(self, "_generate_and_score_completions", batch),
             replaced(self.args, "steps_per_generation", steps),
         ):
@@ -369,15 +369,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % steps]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._train_clock.running():
+        with self._clock.on("passes"):
             loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._waves is not None:
             loss = self._waves.finish(self.model, loss, self.accelerator.sync_gradients)
         self._loop.advance(ends_step=self.accelerator.sync_gradients)
         if self.accelerator.sync_gradients:
-            before, self._step_ended = self._step_ended, time.perf_counter()
-            seconds = {"darts/train/seconds": self._train_clock.pop(), "darts/step/seconds": self._step_ended - before}
-            self._log_all(seconds)
+            self._log_all({"darts/train/seconds": self._clock.pop("passes")})
+            self._clock.switch("optimizer")  # until the step ends
         return loss
 
     # The loader, checkpoints, the model card
@@ -422,7 +421,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
         # After an earlier `train()`, TRL would continue within its last batch, and with the servers' weights.
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
-        self._train_clock, self._score_clock, self._step_ended = Stopwatch(), Stopwatch(), time.perf_counter()
+        self._clock = Stopwatch()
         self._rollout_log.begin()
         self._loop.begin()
         self._feed.restore()
@@ -437,6 +436,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             raise explained(interrupt, self) from None
         finally:
             self._sources[0].cancel()
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """Frees what the run holds on servers that it shares. An evaluation after it syncs weights again."""
+        if self.use_vllm and getattr(self.vllm_generation, "sends_adapters", False):
+            self.vllm_generation.end_run()
+            self._last_loaded_step = -1
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # the card's section on rollouts names another paper

@@ -21,6 +21,7 @@ from trl_darts.engines.pool import ServerPool, State
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError, GenerationTimeoutError
+from trl_darts.scheduling.concurrency import ServerLoad
 
 
 PROBE_S = 0.02
@@ -254,6 +255,21 @@ def test_open_files_are_shared_among_the_servers_that_there_are():
     assert [m.capacity for m in servers.members.values()] == [LIMIT // 2] * 2
     servers.remove("http://other")
     assert {url: m.capacity for url, m in servers.members.items()} == {"http://one": LIMIT}
+
+
+def test_share_of_a_run_in_the_requests_of_its_servers():
+    """A server may not count all candidates yet, or still count some that have ended. Each reading is used once."""
+    session: Any = None  # nothing is sent
+    servers = ServerPool({"http://one": VLLMServer("http://one", session)}, LIMIT)
+    servers.note_slots("http://one", 8)
+    servers.note_load("http://one", ServerLoad(4, 0, 0, 0.1, 0))  # no rollout is running
+    assert servers.pop_share() is None
+    servers.listeners = [log := Log()]
+    log.num_held = lambda url: 4
+    servers.note_load("http://one", ServerLoad(8, 4, 0, 0.1, 0), 6)
+    servers.note_load("http://one", ServerLoad(3, 0, 0, 0.1, 0))
+    assert servers.pop_share() == 9 / 15
+    assert servers.pop_share() is None
 
 
 def test_another_process_follows_the_main_one():

@@ -24,6 +24,7 @@ from trl_darts.scheduling import (
     EngineLoad,
     EngineLost,
     EngineUpdated,
+    FinishedGroups,
     FinishReason,
     FreshGroups,
     GroupPlan,
@@ -188,11 +189,11 @@ def test_invariants(schedule, seed, num_groups, max_staleness, num_engines, capa
     assert not stub.scheduler.ledger.candidates
 
 
-def test_auto_keeps_the_long_end_decoding_until_the_batch_is_taken():
+@pytest.mark.parametrize("rule", [FreshGroups(1, -1), FinishedGroups(1)], ids=str)
+def test_auto_keeps_the_long_end_decoding_until_the_batch_is_taken(rule):
     """A group with enough complete answers goes on while the trainer is busy."""
     stub = Stub("darts", random.Random(0), 1, 8)
     stub.execute(stub.scheduler.add([GroupPlan(0, M + 1), GroupPlan(1, M + 1)], 0.0))
-    rule = FreshGroups(1, -1)
     for candidate_id in (0, 1):
         request = stub.requests.pop(candidate_id)
         request.sampled = [0] * 5

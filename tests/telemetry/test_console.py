@@ -40,6 +40,7 @@ def test_few_values_on_the_console_all_elsewhere_and_a_last_line(model_dir, tmp_
     steps = [entry for line in printed if "reward" in (entry := ast.literal_eval(line))]
     assert len(steps) == 2
     for entry, tracked, stored in zip(steps, tracker.logged, trainer.state.log_history, strict=False):
+        assert entry.pop("darts/step").startswith(f"{stored['darts/step/seconds']:.4g} s: ")
         ours = [name for name in entry if name.startswith("darts/")]
         assert ours == [name for name in stored if name in SHOWN]
         assert 5 <= len(ours) <= 6

@@ -1,7 +1,9 @@
 """`stream_training`: a batch that is trained on in waves has the gradient of the whole batch, and loses no prompt."""
 
 import random
+import shutil
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from tests.builders import (
     rollout_logs,
 )
 from tests.test_trainer_server import server_args
+from tests.training.test_preemption import terminate
 from trl_darts.buffer.wave_source import WaveSource
-from trl_darts.errors import ConfigurationError
+from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import FinishedGroups
 from trl_darts.testing import stub_servers
+from trl_darts.training import preemption
 from trl_darts.training.waves import SUPPORTED, Waves
 
 
@@ -44,7 +48,12 @@ def train(model_dir: Any, out: Any, **fields: Any) -> tuple[Any, torch.Tensor, l
         trainer = make_trainer(model_dir, args, reward_funcs=length_reward, train_dataset=letters_dataset(24))
     batches = record_batches(trainer)
     trainer.train()
-    return trainer, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), batches
+    return trainer, flat(trainer.model), batches
+
+
+def flat(model: Any) -> torch.Tensor:
+    """Returns a copy of all parameters."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -66,8 +75,7 @@ def test_the_gradient_is_that_of_the_whole_batch(model_dir, tmp_path, fields):
     (whole, expected, _), (waves, found, _) = (
         train(model_dir, tmp_path / name, stream_training=name == "waves", **fields) for name in ("whole", "waves")
     )
-    begin = torch.cat([p.detach().flatten() for p in make_start(model_dir).parameters()])
-    moved = (expected - begin).abs().max()
+    moved = (expected - flat(make_start(model_dir))).abs().max()
     assert moved > 1e-5  # otherwise, nothing could differ
     assert (found - expected).abs().max() < 1e-4 * moved
     for name in ("grad_norm", "loss", "reward"):
@@ -114,8 +122,79 @@ def test_a_resumed_run_goes_on(model_dir, tmp_path):
     with stub_servers(write):
         trainer = make_trainer(model_dir, args, reward_funcs=length_reward, train_dataset=letters_dataset(24))
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    found = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    assert torch.allclose(found, expected, atol=1e-7)
+    assert torch.allclose(flat(trainer.model), expected, atol=1e-7)
+
+
+def between_waves(trainer: Any, act: Any) -> None:
+    """Calls `act` with the second wave's progress, in the second step, before its groups are taken."""
+    run = trainer._engine.run
+
+    def waved(plan: Any, batch: Any, on_progress: Any, *args: Any) -> Any:
+        if trainer.state.global_step == 1 and trainer._step % 4 == 1:
+            assert any(parameter.grad.any() for parameter in trainer.model.parameters())  # of the first wave
+            act(lambda: on_progress(plan.scheduler.ledger))
+        return run(plan, batch, on_progress, *args)
+
+    trainer._engine.run = waved
+
+
+def refuse(_: Any) -> None:
+    raise GenerationError("refused")
+
+
+def terminate_and_wait(on_progress: Any) -> None:
+    terminate()
+    on_progress()
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "step_s"),
+    [
+        (refuse, GenerationError, 60.0),
+        (terminate_and_wait, SystemExit, 60.0),
+        (lambda _: terminate(), SystemExit, 0.0),
+    ],
+    ids=["refused", "SIGTERM while waiting", "SIGTERM in a step that is too long"],
+)
+def test_a_step_that_ends_between_waves_leaves_no_half_gradient(model_dir, tmp_path, monkeypatch, act, error, step_s):
+    """Parameters are those of the step before, and a resumed run trains on the whole batch once."""
+    monkeypatch.setattr(preemption, "STEP_S", step_s)
+    _, after_one, _ = train(model_dir, tmp_path / "one", stream_training=True, max_steps=1)
+    _, expected, whole = train(model_dir, tmp_path / "whole", stream_training=True)
+    fields = {"stream_training": True, "save_strategy": "steps", "save_steps": 1 if error is GenerationError else 100}
+    args = make_args(tmp_path, **{**SERVER, **BATCH, **TRAINING, "max_steps": 3, **fields})
+    with stub_servers(write):
+        first, second = (
+            make_trainer(model_dir, args, reward_funcs=length_reward, train_dataset=letters_dataset(24))
+            for _ in range(2)
+        )
+    between_waves(first, act)
+    with pytest.raises(error):
+        first.train()
+    assert torch.equal(flat(first.model), after_one)
+    batches = record_batches(second)
+    second.train(resume_from_checkpoint=True)
+    assert torch.allclose(flat(second.model), expected, atol=1e-7)
+    rows, found = (Counter(row["prompt"] for batch in own for row in batch["inputs"]) for own in (whole[4:], batches))
+    assert found == rows
+
+
+def test_a_trainer_trains_again_after_a_wave_was_refused(model_dir, tmp_path):
+    """From its model as it is, with nothing of the batch that was given up."""
+    args = make_args(tmp_path, **{**SERVER, **BATCH, **TRAINING, "max_steps": 2}, stream_training=True)
+    with stub_servers(write):
+        trainer = make_trainer(model_dir, args, reward_funcs=length_reward, train_dataset=letters_dataset(24))
+    run = trainer._engine.run
+    between_waves(trainer, refuse)
+    with pytest.raises(GenerationError):
+        trainer.train()
+    trainer._engine.run = run
+    begin = shutil.copytree(model_dir, tmp_path / "begin")
+    trainer.model.save_pretrained(begin)
+    trainer.train()
+    _, expected, _ = train(begin, tmp_path / "other", stream_training=True, max_steps=2)
+    assert torch.allclose(flat(trainer.model), expected, atol=1e-7)
+    assert [log["darts/budget/total"] for log in rollout_logs(trainer)] == [16.0] * 2
 
 
 def test_groups_of_a_real_server(server, model_dir, tmp_path):
@@ -161,18 +240,16 @@ def test_one_wave_is_refused(model_dir, tmp_path):
         make_trainer(model_dir, args)
 
 
-@pytest.mark.parametrize(("takeable", "num_left", "chosen"), [
-    ([], 4, None), ([3], 4, None), ([1, 3], 4, [1, 3]), ([0, 1, 3], 4, [0, 1]), ([3], 1, [3]), ([], 0, []),
+@pytest.mark.parametrize(("takeable", "closed", "left", "chosen"), [
+    ([], [], [0, 1, 2, 3], None), ([3], [3], [0, 1, 2, 3], None), ([1, 3], [], [0, 1, 2, 3], [1, 3]),
+    ([0, 1, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1]), ([0, 1, 3], [3], [0, 1, 2, 3], [0, 3]),
+    ([3], [], [3], [3]), ([], [], [], []),
 ])  # fmt: skip
-def test_a_wave_takes_what_has_finished(takeable, num_left, chosen):
-    class Ledger:
-        groups = dict.fromkeys(range(num_left))
-
-    class Scheduler:
-        ledger = Ledger()
-
-    Scheduler.takeable = takeable
-    assert FinishedGroups(2).choose(Scheduler()) == chosen
+def test_a_wave_takes_what_has_finished(takeable, closed, left, chosen):
+    """Groups whose long end still decodes go last."""
+    groups = {group_id: SimpleNamespace(closed=group_id in closed) for group_id in left}
+    scheduler = SimpleNamespace(takeable=takeable, ledger=SimpleNamespace(groups=groups))
+    assert FinishedGroups(2).choose(scheduler) == chosen
 
 
 def test_waves_of_a_batch():

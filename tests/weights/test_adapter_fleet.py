@@ -7,11 +7,16 @@ and the others go on. A version stays loaded, and its file stays, as long as a r
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from functools import partial
+
 import pytest
 import torch
 
 from trl_darts.engines.pool import State
-from trl_darts.weights.adapter_fleet import AdapterFleet, refresh_adapter
+from trl_darts.weights import adapter_fleet
+from trl_darts.weights.adapter_fleet import AdapterFleet, refresh_adapter, unload_run
 from trl_darts.weights.files import WeightDirectory
 
 
@@ -156,9 +161,41 @@ def test_a_server_that_is_back_loads_what_it_lacks(fleet, servers):
     async def come_back():
         pool = await engine.pool()
         for server in servers[:2]:
-            assert await refresh_adapter(pool, pool.members[server.url], pool.version, files)
+            assert await refresh_adapter(pool, pool.members[server.url], files)
         return [await pool.members[server.url].shown_version() for server in servers]
 
     assert engine.call(come_back()) == ["default", "v1", "default"]
     assert [asked(server, LOAD) for server in servers[:2]] == [[name], []]
     assert all("/resume" in server.paths for server in servers[:2])  # a killed trainer may have left it paused
+
+
+def test_the_end_of_a_run_unloads_its_own_where_a_server_answers(fleet, servers, monkeypatch):
+    """Not the adapters of other runs, and not one that the server still decodes with. Nothing is raised."""
+    fleet, _, files = fleet
+    first, frozen, broken = servers
+    released = threading.Event()
+    monkeypatch.setattr(adapter_fleet, "END_TIMEOUT_S", 0.5)
+    fleet.update_adapter(tensors(), CONFIG)
+    own = [f"{files.name}-v{version}" for version in (1, 2)]
+    first.answers["/v1/models"] = cards(*own, f"{files.name}-trial", "other-v1")
+    first.answers["/collective_rpc"] = (200, {"results": [[own[1]]]})
+    frozen.acts["/v1/models"] = partial(asyncio.to_thread, released.wait, 10)
+    broken.answers["/v1/models"] = (500, {"error": {"message": "no"}})
+    fleet.unload_all()
+    released.set()
+    assert set(asked(first, UNLOAD)) == {own[0]}
+    assert [asked(server, UNLOAD) for server in (frozen, broken)] == [[], []]
+
+
+def test_closing_the_connections_unloads_too(fleet, servers):
+    _, engine, files = fleet
+    name = f"{files.name}-v1"
+
+    async def is_unloaded():
+        servers[0].answers["/v1/models"] = cards()
+
+    servers[0].answers["/v1/models"] = cards(name)
+    servers[0].acts[UNLOAD] = is_unloaded
+    engine.before_close(partial(unload_run, engine.call(engine.pool())))
+    engine.close()
+    assert asked(servers[0], UNLOAD) == [name]

@@ -61,6 +61,10 @@ def loaded(server):
     return {model["id"] for model in server.request("/v1/models")["data"]} - {server.model}
 
 
+def loaded_by(server, trainer):
+    return {name for name in loaded(server) if name.startswith(trainer.vllm_generation.settings.adapters.name)}
+
+
 def max_gap(batches):
     """Returns the largest difference of the log-probs as sampled from the trainer's own, before its step."""
     gaps = []
@@ -87,27 +91,53 @@ def test_log_probs_are_the_trainers_own(lora_server, model_dir, tmp_path, caplog
     first, *others = rollout_logs(trainer)
     assert first["darts/sync/logp_difference"] < MAX_DIFFERENCE
     assert all(entry["darts/sync/bytes"] < 100_000 for entry in (first, *others))
-    run = trainer.vllm_generation.settings.adapters.name
-    assert {name for name in loaded(lora_server) if name.startswith(run)} == {f"{run}-v3"}
+    assert loaded_by(lora_server, trainer) == set()
     assert lora_server.request("/weight_info") == {"weight_version": "default"}
     torch.testing.assert_close(
         server_logprobs(lora_server, PROBE), model_logprobs(load_model(model_dir), PROBE), atol=MAX_ERROR, rtol=0
     )
     assert "is merged" not in caplog.text
     trainer.vllm_generation.sync_weights()
+    assert loaded_by(lora_server, trainer) == {f"{trainer.vllm_generation.settings.adapters.name}-v4"}
     own = trainer.vllm_generation.vllm_client.generate([PROBE], max_tokens=8)  # for a user's `rollout_func`
     expected = model_logprobs(trainer.model.eval(), PROBE + own["completion_ids"][0])[len(PROBE) - 1 :]
     torch.testing.assert_close(torch.tensor(own["logprobs"][0])[:, 0], expected, atol=MAX_DIFFERENCE, rtol=0)
 
 
 def test_adapters_of_runs_that_ended_are_unloaded(lora_server, model_dir, tmp_path):
+    """Also those of a run that was killed, whose files are gone."""
     trainer, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
+    trainer.vllm_generation.sync_weights()
     ended = trainer.vllm_generation.settings.adapters
-    assert f"{ended.name}-v1" in loaded(lora_server)
+    assert f"{ended.name}-v2" in loaded(lora_server)
     ended.close()
-    trainer, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
-    assert f"{trainer.vllm_generation.settings.adapters.name}-v1" in loaded(lora_server)
-    assert f"{ended.name}-v1" not in loaded(lora_server)
+    other, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)
+    other.vllm_generation.sync_weights()
+    assert loaded_by(lora_server, other)
+    assert not loaded_by(lora_server, trainer)
+
+
+class Fails(TrainerCallback):
+    """Raises in the second step, with a rollout ahead."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("ahead", [0, 1, "continuous"])
+def test_end_of_a_run_unloads_its_adapters(lora_server, model_dir, tmp_path, ahead):
+    """Also after an error, and those of a later evaluation when the connections close."""
+    args = args_of(tmp_path, lora_server, weight_sync="adapter", rollout_ahead=ahead)
+    data = {"train_dataset": letters_dataset(8), "eval_dataset": letters_dataset(2)}
+    trainer = make_trainer(model_dir, args, peft_config=LORA, callbacks=[Fails()], **data)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not loaded_by(lora_server, trainer)
+    trainer.evaluate()
+    assert len(loaded_by(lora_server, trainer)) == 1
+    trainer.vllm_generation.engine.close()
+    assert not loaded_by(lora_server, trainer)
 
 
 def test_answers_keep_the_version_that_they_began_with(lora_server, model_dir, tmp_path, monkeypatch):
@@ -159,15 +189,14 @@ def test_two_runs_share_a_server(lora_server, model_dir, tmp_path):
     first.train()
     assert [len(own) for own in batches] == [3, 3]
     assert max(map(max_gap, batches)) < 10 * MAX_DIFFERENCE  # rounding, at this learning rate
-    for trainer in trainers:
-        run = trainer.vllm_generation.settings.adapters.name
-        assert {name for name in loaded(lora_server) if name.startswith(run)} == {f"{run}-v3"}
+    assert not any(loaded_by(lora_server, trainer) for trainer in trainers)
 
 
 def test_server_on_another_machine_gets_the_file(lora_server, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(WeightDirectory, "can_be_read_by", lambda self, url: False)
-    _, batches = served_run(lora_server, model_dir, tmp_path, weight_sync="adapter")
+    trainer, batches = served_run(lora_server, model_dir, tmp_path, weight_sync="adapter")
     assert max_gap(batches) < MAX_DIFFERENCE
+    trainer.vllm_generation.sync_weights()
     paths = [m["root"] for m in lora_server.request("/v1/models")["data"] if m["id"] in loaded(lora_server)]
     assert any("trl_darts-adapters-" in path for path in paths)
     for name in loaded(lora_server):  # a server elsewhere does not tell that a run has ended
@@ -261,7 +290,8 @@ def test_merged_where_it_is_no_plain_adapter(lora_server, model_dir, tmp_path, c
     """Last, because the server has other weights of its own then."""
     config = dataclasses.replace(LORA, r=16)
     args = args_of(tmp_path, lora_server, learning_rate=3e-3)
-    other = served_run(lora_server, model_dir, tmp_path, max_steps=1)  # its files stay as long as it does
+    other, _ = served_run(lora_server, model_dir, tmp_path, max_steps=1)  # its files stay as long as it does
+    other.vllm_generation.sync_weights()
     with pytest.raises(ConfigurationError, match=r"has the LoRA adapter 'trl_darts-.*' of another run"):
         make_trainer(model_dir, args, peft_config=config)
     del other

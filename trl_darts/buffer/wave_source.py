@@ -30,6 +30,7 @@ class WaveSource(ContinuousSource):
         waves = self.trainer._waves
         if waves.is_first(self.trainer._step):
             self.cancel()
+            self._records, self._waited = [], 0.0
             self.trainer._sync_weights()
             if self.batches.next_round() is not None:
                 self.batches.main.run(self._extend)
@@ -40,7 +41,6 @@ class WaveSource(ContinuousSource):
         if waves.is_last(self.trainer._step):
             self.log(reduce(RolloutRecord.then, self._records))
             self.trainer._log_all({"darts/rollout/wait_seconds": self._waited})
-            self._records, self._waited = [], 0.0
         return self.batches.finish(rows, None, None)
 
     def launch_next(self) -> None:

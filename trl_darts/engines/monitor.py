@@ -141,7 +141,8 @@ class Monitor:
             if member.asks_for_slots:
                 self._once(url, self._ask_for_slots)
             if self.pool.listeners:
-                self.pool.note_load(url, await server_load(member.server, self._deadlines.health_s))
+                num_held = self.pool.num_held(url)
+                self.pool.note_load(url, await server_load(member.server, self._deadlines.health_s), num_held)
 
     async def _is_healthy(self, url: str) -> bool:
         """

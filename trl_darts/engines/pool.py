@@ -139,6 +139,7 @@ class ServerPool:
         self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
         self.listeners: list[Listener] = []  # the running rollouts
         self.logs = ServerLogs()
+        self._requests = 0.0, 0.0  # ours and all, summed over metrics of the servers while rollouts ran
         self._most = most
         self._warned_of_files = False
         self._has_warned = False  # of servers that sample alike
@@ -271,7 +272,8 @@ class ServerPool:
         """Whether keys and values of running requests survive a weight sync."""
         return any(listener.keeps_kv for listener in self.listeners)
 
-    def _num_held(self, url: str) -> int:
+    def num_held(self, url: str) -> int:
+        """Returns the number of our candidates on a server."""
         return sum(listener.num_held(url) for listener in self.listeners)
 
     async def report_update(self, member: Member) -> None:
@@ -280,7 +282,7 @@ class ServerPool:
         member.decodes_version = self.version
         if member.limit is not None:
             member.limit.rebase()
-        num_outputs = await member.server.num_outputs() if self._num_held(url) else {}
+        num_outputs = await member.server.num_outputs() if self.num_held(url) else {}
         self._notify(lambda listener: listener.on_updated(url, num_outputs))
 
     def use_adapters(self, name: str) -> None:
@@ -350,8 +352,11 @@ class ServerPool:
         for listener in list(self.listeners):
             call(listener)
 
-    def note_load(self, url: str, load: ServerLoad | None) -> None:
-        """Detects progress in a server's new metrics, and adapts its limit to them."""
+    def note_load(self, url: str, load: ServerLoad | None, num_before: int = 0) -> None:
+        """
+        Detects progress in a server's new metrics, and adapts its limit to them. `num_before` is the number of our
+        candidates when they were requested, some of which may have ended since.
+        """
         member, before = self.members[url], self.members[url].load
         member.load = load
         if load is None or not self.listeners or member.limit is None:
@@ -360,7 +365,15 @@ class ServerPool:
             member.last_progress = time.perf_counter()
         if load.num_waiting:
             member.last_queued = time.perf_counter()
-        capacity = member.capacity
-        member.limit.observe(load, self._num_held(url))
+        capacity, num_held = member.capacity, self.num_held(url)
+        (own, total), on_server = self._requests, load.num_running + load.num_waiting
+        own += min(max(num_held, num_before), on_server)  # others may still be on their way
+        self._requests = own, total + on_server
+        member.limit.observe(load, num_held)
         if member.capacity != capacity and member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
+
+    def pop_share(self) -> float | None:
+        """Returns the share of our candidates in the servers' requests since the last call, `None` if unknown."""
+        (own, total), self._requests = self._requests, (0.0, 0.0)
+        return own / total if total else None

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, WeightSyncError
 from ..trl_compat import VLLMGeneration, grpo_trainer, replaced
 from ..weights import SyncRecord
 from ..weights.adapter import Adapter, is_quantized, why_no_adapter
-from ..weights.adapter_fleet import AdapterFleet, check_own
+from ..weights.adapter_fleet import AdapterFleet, check_own, unload_run
 from ..weights.client import image_features
 from ..weights.files import WeightDirectory
 from ..weights.fleet import FleetVLLMClient
@@ -113,6 +113,7 @@ class SyncedGeneration(VLLMGeneration):
         if why is None:
             name: str = files.name
             self.engine.use_adapters(name)
+            self.engine.before_close(partial(unload_run, self.engine.call(self.engine.pool())))
             logger.info("Weights are sent as LoRA adapters, without a pause. The servers' own weights stay.")
             return name
         if required or is_quantized(self.model):
@@ -187,10 +188,25 @@ class SyncedGeneration(VLLMGeneration):
         if self.main.is_here:
             self.vllm_client.update_adapter(tensors, adapter.config)
 
+    def end_run(self) -> None:
+        """Unloads the run's adapters. Weights must be synced before the next rollout. Each process can call this."""
+        if self._adapter is not None and self.main.is_here:
+            self.vllm_client.unload_all()
+
     def pop_sync(self) -> SyncRecord | None:
         """Returns the record of the last weight sync, or `None` if there was none since the last call."""
         sync, self._sync = self._sync, None
         return sync
+
+    def pop_share(self) -> float | None:
+        """
+        Returns the share of this run in the requests on its servers since the last call, on the main process. `None`
+        if it is unknown, or no other run can use them.
+        """
+        if self._adapter is None or not self.main.is_here:
+            return None
+        share: float | None = self.engine.call(self.engine.pool()).pop_share()
+        return share
 
     def drafted(self) -> DraftCounts | None:
         """

@@ -34,7 +34,7 @@ from .waiting import Deadlines
 T = TypeVar("T")
 
 PROGRESS_INTERVAL_S = 0.1
-SHUTDOWN_S = 5.0  # longest wait for the loop at shutdown
+SHUTDOWN_S = 5.0  # longest wait for the loop at shutdown, longer than what runs before the connections close
 
 
 class VLLMServerEngine:
@@ -68,8 +68,11 @@ class VLLMServerEngine:
         self._thread.start()
         self._sessions: list[aiohttp.ClientSession] = []  # has one entry after the loop has created it
         self._tasks: set[asyncio.Task[Any]] = set()  # running, or cleaning up
+        self._last_calls: list[Callable[[], Coroutine[Any, Any, None]]] = []
         # Called at the interpreter's exit too. It holds no reference to the engine, so that a trainer can be freed.
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._tasks)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._loop, self._thread, self._sessions, self._tasks, self._last_calls
+        )
 
     def run(
         self,
@@ -238,6 +241,10 @@ class VLLMServerEngine:
 
         return self.call(ask())
 
+    def before_close(self, last_call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Has `last_call` run before the connections close. It must be short, and hold no reference to the engine."""
+        self._last_calls.append(last_call)
+
     def close(self) -> None:
         """Closes the connections and ends the thread. Can be called twice. A freed engine closes itself."""
         self._finalizer()
@@ -296,6 +303,7 @@ def _shut_down(
     thread: threading.Thread,
     sessions: list[aiohttp.ClientSession],
     tasks: set[asyncio.Task[Any]],
+    last_calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
 ) -> None:
     async def close() -> None:
         for task in tasks:
@@ -306,6 +314,7 @@ def _shut_down(
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*(call() for call in last_calls), return_exceptions=True)
         for session in sessions:
             await session.close()
         loop.stop()

@@ -66,16 +66,18 @@ class FreshGroups:
 class FinishedGroups:
     """
     The next wave of a batch: the first `num_groups` that can be taken, or what is left if that is less. Dropped groups
-    count.
+    count. Under `long_end_patience="auto"`, groups of which no candidate decodes any more go first, so that others
+    keep their long end for longer.
     """
 
     num_groups: int
 
     def choose(self, scheduler: Scheduler) -> list[int] | None:
         """Returns the IDs of the groups, or `None` while one must be waited for."""
-        takeable = scheduler.takeable
-        enough = len(takeable) >= min(self.num_groups, len(scheduler.ledger.groups))
-        return takeable[: self.num_groups] if enough else None
+        groups = scheduler.ledger.groups
+        takeable = sorted(scheduler.takeable, key=lambda group_id: not groups[group_id].closed)
+        enough = len(takeable) >= min(self.num_groups, len(groups))
+        return sorted(takeable[: self.num_groups]) if enough else None
 
 
 def entering(plans: Sequence[GroupPlan], entry_ids: Sequence[int], submit_order: str) -> list[GroupPlan]:

@@ -17,6 +17,7 @@ from ..policy.deferral import CUT_OFF
 from ..scheduling.policies import AUTO
 from ..training.reward_checks import RewardWatch
 from ..weights.fleet import resolve_weight_sync
+from .stopwatch import step_line
 
 
 SHOWN = (
@@ -80,9 +81,11 @@ class _ShortLog(TrainerCallback):
         self.totals = totals
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Prints all logs of others, and those of our metrics that are in `SHOWN`."""
+        """Prints all logs of others, those of our metrics that are in `SHOWN`, and where the step's seconds went."""
         names = {*SHOWN, DEFERRED} if args.schedule in LEFT_OVER else SHOWN
         shown = {name: value for name, value in logs.items() if name in names or not name.startswith("darts/")}
+        if (step := step_line(logs)) is not None:
+            shown["darts/step"] = step
         super().on_log(args, state, control, logs=shown, **kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -140,7 +140,10 @@ class RolloutRecord:
 
 
 def rollout_metrics(
-    record: RolloutRecord, sync: SyncRecord | None = None, drafted: DraftCounts | None = None
+    record: RolloutRecord,
+    sync: SyncRecord | None = None,
+    drafted: DraftCounts | None = None,
+    server_share: float | None = None,
 ) -> dict[str, float]:
     summaries = record.summaries
     lengths = np.array([length for s in record.ended for length in s.lengths], dtype=float)
@@ -150,6 +153,7 @@ def rollout_metrics(
     return {
         **({} if sync is None else _sync(sync)),
         **({} if drafted is None else _drafts(drafted)),
+        **({} if server_share is None else {"darts/servers/share": server_share}),
         # Nothing is known of a batch whose groups were all dropped.
         **(_pool(lengths, reasons) if reasons else {}),
         **(_budget(record) if record.admission.num_candidates else {}),

@@ -12,6 +12,8 @@ server is of one policy. vLLM's prefix cache tells adapters apart.
 from __future__ import annotations
 
 import asyncio
+import logging
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +31,12 @@ from .adapter import Adapter
 from .files import PREFIX, WeightDirectory
 from .fleet import FleetVLLMClient, is_there
 from .update import WeightUpdate
+
+
+END_TIMEOUT_S = 3.0  # for unloading at the end of a run, which must not wait for a server that is gone
+UNLOAD_POLL_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterUpdate(WeightUpdate):
@@ -88,6 +96,16 @@ class AdapterFleet(FleetVLLMClient):
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._files.write_adapter(version, tensors, config)
         self._files.keep_only({version} | self._engine.call(self._load_version(version)))
+
+    def unload_all(self) -> None:
+        """Unloads all versions, unless a rollout does not end soon. The next sync loads the next one."""
+
+        async def unload() -> None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.idle(), END_TIMEOUT_S)
+                await unload_run(await self._engine.pool())
+
+        self._engine.call(unload())
 
     async def _load_version(self, version: int) -> set[int]:
         """Loads a version on all servers. Returns the older versions that one of them still has."""
@@ -161,3 +179,29 @@ async def refresh_adapter(pool: ServerPool, member: Member, files: WeightDirecto
         await calls.check_plugin(member.server)
         await load_version(pool, member, pool.version, files)
     return True
+
+
+async def unload_run(pool: ServerPool) -> None:
+    """
+    Unloads the run's adapters from all servers that answer within `END_TIMEOUT_S`. Raises nothing. A later run
+    unloads what stays, see [`of_runs`].
+    """
+
+    async def unload_from(server: VLLMServer) -> None:
+        prefix = f"{pool.adapter}-v"
+        while own := [name for name in await calls.adapters(server) if name.startswith(prefix)]:
+            used = await calls.adapters_in_use(server)  # by requests that were just aborted
+            await calls.unload_adapters(server, [name for name in own if name not in used])
+            await asyncio.sleep(UNLOAD_POLL_S)
+
+    async def unload() -> None:
+        async with pool.updating:  # a server that has reconnected may be loading one
+            servers = [member.server for member in pool.members.values()]
+            results = await asyncio.gather(*map(unload_from, servers), return_exceptions=True)
+        for error in filter(None, results):
+            logger.debug("At the end of a run: %s", error)
+
+    try:
+        await asyncio.wait_for(unload(), END_TIMEOUT_S)
+    except TimeoutError:
+        logger.debug("At the end of a run, a server did not unload its adapters within %g s.", END_TIMEOUT_S)
