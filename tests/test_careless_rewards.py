@@ -19,6 +19,7 @@ SCHEDULES = {
     "tail": {"schedule": "tail_batching"},
     "streamed": {"stream_rewards": True},
     "streamed_buffer": {"stream_rewards": True, "schedule": "tail_batching"},
+    "streamed_continuous": {"stream_rewards": True, "rollout_ahead": "continuous"},
     "loader": {"defer_unsettled_groups": False},
 }
 

@@ -128,6 +128,7 @@ FREED: dict[str, dict[str, Any]] = {
     "ahead": {"rollout_ahead": 1},
     "continuous": {"rollout_ahead": "continuous"},
     "streamed rewards": {"stream_rewards": True},
+    "streamed rewards, continuous": {"stream_rewards": True, "rollout_ahead": "continuous"},
     "streamed log-probs": {"stream_logprobs": True, "vllm_importance_sampling_correction": True},
     "in process": {},
     "in process, continuous batching": {"use_transformers_continuous_batching": True},

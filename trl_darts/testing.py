@@ -132,6 +132,8 @@ class _StubGeneration:
 
     def drafted(self) -> None: ...
 
+    def pop_share(self) -> None: ...
+
 
 @contextmanager
 def stub_servers(write: Write) -> Iterator[None]:

@@ -229,6 +229,7 @@ def test_evaluation_is_left_alone(lm, tmp_path):
     assert len(common.step_logs(trimmed, "eval_loss")) == 2
     assert len(common.step_logs(trimmed, "darts/train/seconds")) == 2
     assert min(common.step_logs(trimmed, "darts/train/seconds")) > 0
+    assert sum(common.step_logs(trimmed, "darts/step/seconds")) > sum(common.step_logs(trimmed, "darts/train/seconds"))
     assert not any("padding" in name for line in trimmed.state.log_history for name in line if name.startswith("eval"))
 
 

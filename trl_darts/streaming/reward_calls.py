@@ -119,7 +119,6 @@ class RewardLoop:
         """Ends the threads once they are not blocked. Cancel all calls first. Can be called twice."""
         if self._loop.is_closed():
             return
-        self._worker.calls.put(None)
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         self._thread.join(GRACE_S)
         if not self._thread.is_alive():
@@ -151,6 +150,7 @@ class RewardLoop:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE_S / 2)
+        self._worker.calls.put(None)  # here: a call that was cancelled just now has begun a new worker
         self._loop.stop()
 
 

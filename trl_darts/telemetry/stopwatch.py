@@ -1,6 +1,7 @@
 """Where the seconds of a step go."""
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class StepParts(TrainerCallback):
     """Logs where the seconds of each optimizer step went. Their sum is that of the step."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer = weakref.proxy(trainer)  # no cycle: a deleted trainer is freed at once
         self._begin = 0.0
         self._before: dict[str, float] = {}  # seconds of the parts in earlier steps
 
