@@ -440,8 +440,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _end_run(self) -> None:
         """Frees what the run holds on servers that it shares. An evaluation after it syncs weights again."""
-        if self.use_vllm and getattr(self.vllm_generation, "sends_adapters", False):
-            self.vllm_generation.end_run()
+        generation = getattr(self, "vllm_generation", None)
+        if getattr(generation, "sends_adapters", False):
+            generation.end_run()
             self._last_loaded_step = -1
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
