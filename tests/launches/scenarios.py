@@ -207,7 +207,7 @@ def trim_padding(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
     ways = [{"trims": trims} for trims in (False, True)]
     found, trainer = compared(out, *ways, train_dataset=rows_of_prompts(least=30), **fields)
     shared = trainer._trimming.shared
-    assert set(shared._fits.values()) == {True}
+    assert shared is None if trainer._dist.is_zero3 else set(shared._fits.values()) == {True}
     return found
 
 

@@ -109,7 +109,7 @@ def test_trimmed_padding(launches, backend):
         assert rank["apart"] < 1e-5
         assert rank["moved"] > 0
         whole, trimmed = ([line["darts/train/padding_ratio"] for line in log[::2]] for log in rank["logs"])
-        assert np.mean(trimmed) < 0.6 * np.mean(whole)
+        assert np.mean(trimmed) < (0.9 if "zero3" in backend else 0.6) * np.mean(whole)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "deepspeed_zero3"])

@@ -339,6 +339,8 @@ def _cause(trainer: Any, config: Any) -> str | None:
         return "`torch_compile` (True), which would compile each length of a row"
     if trainer._is_vlm:
         return "images yet"
+    if trainer._dist.is_zero3:
+        return "ZeRO-3, which fetches parameters in the order of the passes before"
     if trainer.aux_loss_enabled:
         return "the router's auxiliary loss, which counts each prompt's tokens once per row"
     if (own := config._attn_implementation) not in MASKED:
