@@ -180,7 +180,8 @@ def test_vllm_adapters():
     assert get_args(MaxLoRARanks) == ADAPTER_RANKS, hook("MaxLoRARanks", "trl_darts/weights/__init__.py")
     name = hook("PEFTHelper", "trl_darts/weights/adapter.py")
     assert {"r", "lora_alpha", "target_modules", "use_rslora"} <= set(PEFTHelper.__dataclass_fields__), name
-    assert not {"rank_pattern", "alpha_pattern"} & set(PEFTHelper.__dataclass_fields__), name
+    ours = PEFTHelper.from_dict({"r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"})
+    assert ours.vllm_lora_scaling_factor == 1, name  # without patterns, for all layers
     assert "self.lora_b *= self.scaling" in source(LoRALayerWeights.optimize), name  # as we do
     name = hook("LoRAModelManager", "trl_darts/weights/plugin.py")
     assert "self.modules: dict[str, BaseLayerWithLoRA] = {}" in source(LoRAModelManager.__init__), name
