@@ -1,8 +1,8 @@
 """
 The LoRA adapter of a PEFT model, in the form in which vLLM loads it.
 
-vLLM before 0.32 scales all matrices of an adapter alike and ignores patterns of ranks and scales, so each layer's scale
-is multiplied into its second matrix, as vLLM does when it loads an adapter.
+vLLM before 0.32 scales all matrices of an adapter alike and ignores patterns of ranks and scales. So each layer's
+scale is multiplied into its second matrix, as vLLM does when it loads an adapter.
 """
 
 from collections.abc import Callable, Iterator, Mapping
