@@ -440,7 +440,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _end_run(self) -> None:
         """Frees what the run holds on servers that it shares. An evaluation after it syncs weights again."""
-        generation = getattr(self, "vllm_generation", None)
+        generation: Any = getattr(self, "vllm_generation", None)
         if getattr(generation, "sends_adapters", False):
             generation.end_run()
             self._last_loaded_step = -1
