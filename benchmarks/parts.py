@@ -295,9 +295,6 @@ def server_overhead(results: Path) -> str:
     return section("Client overhead", text, cells.table(header, rows))
 
 
-SHARING_LAST = 4  # steps
-
-
 def adapters(results: Path) -> str:
     lines = last(results, "adapters", "model", "rank")
     if not lines:
@@ -319,6 +316,9 @@ def adapters(results: Path) -> str:
         {origin(lines)}. Its stall is the longest pause between two tokens, beyond the usual one. Decoding is of 32
         answers at once, with merged weights and with the adapter. `smollm2` has two servers."""
     return section("Adapters", text, cells.table(["model", "", "merged", "adapter", "merged ÷ adapter"], rows))
+
+
+SHARING_LAST = 4  # steps
 
 
 def sharing(results: Path) -> str:

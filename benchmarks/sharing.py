@@ -22,11 +22,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import TrainerCallback
 
 from benchmarks import parts
-from benchmarks.faults import CHECKPOINT
+from benchmarks.faults import CHECKPOINT, LORA
 from benchmarks.harness import Benchmark, Shared, main, quiet
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.servers import make_trainer, training_args
@@ -36,7 +35,6 @@ from trl_darts.tiny_reasoner.task import accuracy_reward, make_dataset
 
 LEARNING_RATES = {"low": 3e-4, "high": 1e-3}
 ROWS, NUM_GENERATIONS, LIMIT = 64, 8, 256  # of a step; tokens of an answer
-LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 SERVER = {"enable_lora": True, "max_lora_rank": LORA.r, "max_loras": 5, "max_num_seqs": 256, "max_model_len": 512}
 START_TIMEOUT_S = 300.0  # of the other training
 METRICS = {"reward": "reward", "rollout": "darts/rollout/seconds", "sync": "darts/sync/seconds"}

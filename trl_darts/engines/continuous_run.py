@@ -5,7 +5,7 @@ runs, and its weights change between two tokens. Runs in the engine's event loop
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..scheduling import (
@@ -20,6 +20,7 @@ from ..scheduling import (
     RolloutResult,
     Scheduler,
 )
+from .engine import OnGroup
 from .monitor import Monitor
 from .pool import Member
 from .sampling import RolloutSeed
@@ -46,7 +47,7 @@ class ContinuousRun(RolloutRun):
         step: int,
         keeps_kv: bool,
         seed: RolloutSeed | None = None,
-        on_group: Callable[[GroupResult], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> None:
         super().__init__(scheduler, monitor, [], body, overrides, deadlines, seed)
         self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group

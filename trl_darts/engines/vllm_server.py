@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ..errors import ConfigurationError
-from ..scheduling import GroupPlan, GroupResult, RolloutResult, Scheduler
+from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .continuous_run import ContinuousRun
 from .discovery import Discovery
+from .engine import OnGroup
 from .monitor import Check, Monitor, Refresh, has_loaded_weights
 from .pool import RESERVED_FILES, Member, ServerPool, State
 from .sampling import RolloutSeed
@@ -124,7 +125,7 @@ class VLLMServerEngine:
         step: int,
         keeps_kv: bool,
         seed: RolloutSeed | None = None,
-        on_group: Callable[[GroupResult], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> tuple[ContinuousRun, Future[RolloutResult]]:
         """
         Starts a rollout without an end, with weights of a `step`. Cancelling the future ends its requests. `on_group`

@@ -28,7 +28,8 @@ class RolloutLog:
     def add(self, record: RolloutRecord, step: int, micro_step: int) -> dict[str, float]:
         """Returns the metrics of a rollout. Several belong to one optimizer step; `micro_step` tells them apart."""
         sync = None if self._servers is None else self._servers.pop_sync()
-        metrics = rollout_metrics(record, sync, self.drafted(), self.share())
+        share = None if self._servers is None else self._servers.pop_share()
+        metrics = rollout_metrics(record, sync, self.drafted(), share)
         self.totals.add(metrics)
         ratio = metrics.get("darts/selection/long_end_ratio")
         if ratio is not None and len(self._long_ends) < LONG_END_ROLLOUTS:
@@ -41,8 +42,3 @@ class RolloutLog:
     def drafted(self) -> Any:
         """Returns what servers drafted since the last call."""
         return None if self._servers is None else self._servers.drafted()
-
-    def share(self) -> float | None:
-        """Returns this run's share in the requests on its servers since the last call."""
-        share: float | None = None if self._servers is None else self._servers.pop_share()
-        return share
