@@ -88,11 +88,11 @@ def test_killed_and_frozen_servers(server, mortal, model_dir, tmp_path):
     frozen, killed, syncs = [], [], []
 
     def act(ledger, rollout):
-        running = any(candidate.length > 32 for candidate in ledger.candidates)
-        if rollout == 0 and running and not killed:
+        writing = {c.engine_id for c in ledger.candidates if 32 < c.length < 350}  # have something to continue from
+        if rollout == 0 and urls[1] in writing and not killed:
             killed.append(mortal.server)
             mortal.server.kill()
-        if rollout == 1 and running and not frozen:
+        if rollout == 1 and urls[0] in writing and not frozen:
             frozen.extend(server.session())
             send(frozen, signal.SIGSTOP)
 
