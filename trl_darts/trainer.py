@@ -51,7 +51,7 @@ from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
 from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
-from .training.rows import forget_filler_rewards
+from .training.rows import forget_filler_rewards, is_uniform
 from .training.waves import Waves
 from .trl_compat import profiling_context, replaced
 from .weights.canary import Canary
@@ -322,6 +322,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             rewards = score() if serve is None else serve()
         if self._source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
+            if self._batches is not None:
+                self._batches.observe(lambda rows: is_uniform(rewards[rows], self))
         return forget_filler_rewards(rewards, self._batch.fillers)
 
     def _score_rows(self, rows: Sequence[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ READ_BY = {
     "length_ema": "all; grpo with `submit_order`",
     "length_history": "all; grpo with `submit_order`",
     "drop_uniform_groups": "darts, grpo",
+    "skip_uniform_prompts": "all",
     "max_prompt_oversampling": "darts, grpo",
 }
 HEAD = """# All settings

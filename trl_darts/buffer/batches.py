@@ -25,6 +25,7 @@ from accelerate.utils import gather_object
 from ..engines.batch import PromptBatch
 from ..engines.main_process import MainProcess
 from ..errors import GenerationError
+from ..policy.skipping import UniformPrompts
 from ..scheduling import (
     Admission,
     AdmissionPolicy,
@@ -61,6 +62,7 @@ class BufferedBatches:
         main: MainProcess,
         tokenize: Callable[[list[Any]], tuple[Any, ...]],
         loop: LoopPosition,
+        make_skips: Callable[[], UniformPrompts | None] = lambda: None,
     ) -> None:
         self._make_policy = make_policy
         self.admission = admission
@@ -69,12 +71,15 @@ class BufferedBatches:
         self.main = main
         self._tokenize = tokenize
         self.loop = loop
+        self._make_skips = make_skips
         self.clear()
 
     def clear(self) -> None:
         """Begins a training with an empty buffer."""
         self.policy = self._make_policy()
         self.buffer = self.policy.buffer()
+        self.skips = self._make_skips()
+        self._num_skipped = self._num_pulled = 0  # prompts, since the last batch
         self.last: Any = None  # `BufferedRows` of the last batch
         self.trained: dict[int, BufferEntry] = {}  # its prompts
         # Prompts of batches that an optimizer step in progress trains on, with the item of the loop that ends each.
@@ -113,8 +118,20 @@ class BufferedBatches:
         own = [row for place, row in enumerate(batch) if (first + place) % self.num_generations == 0]
         rows = gather_object(own)
         tokens = self.main.broadcast(lambda: self._tokenize([row["prompt"] for row in rows])[0])
-        for row, ids in zip(rows, tokens, strict=True):
-            self.policy.enter(self.buffer, PromptInfo(prompt_key(ids), len(ids)), row, ids)
+        prompts = [PromptInfo(prompt_key(ids), len(ids)) for ids in tokens]
+        skipped = self._skipped(prompts)
+        for place in range(len(rows)):
+            if place not in skipped:
+                self.policy.enter(self.buffer, prompts[place], rows[place], tokens[place])
+
+    def _skipped(self, prompts: Sequence[PromptInfo]) -> set[int]:
+        """Returns the places of prompts that are not sampled this time."""
+        if (skips := self.skips) is None:
+            return set()
+        skipped: set[int] = self.main.broadcast(lambda: {i for i, own in enumerate(prompts) if skips.skips(own.key)})
+        self._num_pulled += len(prompts)
+        self._num_skipped += len(skipped)
+        return skipped
 
     def _decide(self) -> list[int]:
         self._round = self.policy.next(self.buffer)
@@ -210,9 +227,29 @@ class BufferedBatches:
     def judge(self, is_last: bool) -> Outcome:
         """Decides about the scored groups of the round that is over. Called on the main process."""
         outcome = self.policy.judge(self.buffer, self._round, is_last)
+        if self.skips is not None:
+            for entry in self._round.entries:  # that leave; `observe` hears of the others
+                if entry.entry_id in outcome.left and entry.audit_of is None and entry.score is not None:
+                    self.skips.observe(entry.prompt.key, entry.score.is_uniform)
         for warning in outcome.warnings:
             logger.warning(warning)
         return outcome
+
+    def observe(self, is_uniform: Callable[[slice], bool]) -> None:
+        """Learns from the last batch that was taken: `is_uniform` tells whether the rewards of some rows are equal."""
+        if self.skips is None or self.last is None:
+            return
+        size = self.num_generations
+        for place, entry_id in enumerate(self.last.entry_ids):
+            if place * size not in self.last.fillers:
+                rows = slice(place * size, (place + 1) * size)
+                self.skips.observe(self.trained[entry_id].prompt.key, is_uniform(rows))
+
+    def pop_skip_metrics(self) -> dict[str, float]:
+        """Returns what was skipped since the last batch, see docs/metrics.md."""
+        num_skipped, num_pulled = self._num_skipped, self._num_pulled
+        self._num_skipped = self._num_pulled = 0
+        return {"darts/skip/skipped_ratio": num_skipped / num_pulled} if num_pulled else {}
 
     # Rows go out
 

@@ -39,7 +39,7 @@ class BufferSource(RolloutSource[BufferedRows]):
             metrics |= self.scores.pop_metrics()
             missing = len(rows.fillers) // args.num_generations
             metrics["darts/uniform/missing" if args.drop_uniform_groups else "darts/deferral/missing"] = missing
-        self.trainer._log_all(metrics)
+        self.trainer._log_all(metrics | self.batches.pop_skip_metrics())
         return self.batches.finish(rows, args.mask_stale_after, self.scores and self.scores.serve)
 
     def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:

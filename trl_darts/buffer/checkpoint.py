@@ -76,6 +76,8 @@ def save_rollouts(rollouts: Rollouts, directory: Path, has_batch: bool) -> None:
     if rollouts.batches is not None:
         own, arrays = dump(_rest(rollouts.batches, num_finished * loop.repeats))
         state |= {**own, "learned": rollouts.batches.policy.state_dict()}
+        if (skips := rollouts.batches.skips) is not None:
+            state["skips"] = skips.state_dict()
     text = np.frombuffer(encode(state), np.uint8)
     np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=text, **arrays)
 
@@ -161,6 +163,8 @@ def _load_buffer(
     changed = next((name for name in own if own[name] != saved[name]), None)
     load(batches.buffer, state, arrays, keeps_candidates=changed is None)
     batches.policy.load_state_dict(state["learned"])
+    if batches.skips is not None and "skips" in state:
+        batches.skips.load_state_dict(state["skips"])
     if changed is not None and len(arrays["tokens"]):
         logger.warning(
             f"`{changed}` ({own[changed]!r}) was {saved[changed]!r} before {directory}: the answers in its rollout "

@@ -5,6 +5,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+from ..policy.skipping import UniformPrompts
 from ..streaming import decode_completions
 from .batches import BufferedBatches
 from .buffer_source import BufferSource
@@ -20,7 +21,8 @@ def make_feed(trainer: Any) -> PromptFeed:
     """Returns the order of the data for a schedule."""
     args, loop, num_processes = trainer.args, trainer._loop, trainer.accelerator.num_processes
     trainer = weakref.proxy(trainer)
-    replaces = args.drop_uniform_groups or args.is_continuous  # prompts that are dropped, by others
+    # Others come in the place of prompts that are dropped or skipped.
+    replaces = args.drop_uniform_groups or args.is_continuous or args.skip_uniform_prompts
     runs_ahead = args.scores_early or args.rollout_ahead != 0
     return PromptFeed(
         loop,
@@ -46,7 +48,8 @@ def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
         output: tuple[Any, ...] = trainer._tokenize_prompts(prompts)
         return output
 
-    return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop)
+    make_skips = UniformPrompts if args.skip_uniform_prompts else lambda: None
+    return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop, make_skips)
 
 
 def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:

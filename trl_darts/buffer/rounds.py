@@ -1,6 +1,6 @@
 """
 Which prompts go into the next rollout, and how many of them the trainer waits for: the schedules whose batches are not
-the loader's, and any with `rollout_ahead` or `drop_uniform_groups`.
+the loader's, and any with `rollout_ahead`, `drop_uniform_groups` or `skip_uniform_prompts`.
 
 | schedule | started | ends with | the others |
 |---|---|---|---|
@@ -32,7 +32,7 @@ SHARE_EMA = 0.98  # of `informative_share`, per group: half of it is of the last
 
 @dataclass
 class Ahead(RoundPolicy):
-    """The loader's batches, one after the other, for `rollout_ahead`."""
+    """The loader's prompts, one batch after the other, for `rollout_ahead` and `skip_uniform_prompts`."""
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         return max(0, self.num_groups - len(buffer))
@@ -254,4 +254,4 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
         return ContinuousRounds(num_groups, settings.num_under_way(num_groups))
     if settings.drop_uniform_groups:
         return DynamicSampling(num_groups, settings.max_prompt_oversampling or 0.0)
-    return Ahead(num_groups) if settings.rollout_ahead else None
+    return Ahead(num_groups) if settings.rollout_ahead or settings.skip_uniform_prompts else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from ..training.rows import Tokens, total_rewards
+from ..training.rows import Tokens, is_uniform, total_rewards
 from ..trl_compat import replaced
 from .batches import BufferedBatches
 from .buffer import GroupScore
@@ -93,7 +93,7 @@ class GroupScores:
             logged = {name: [values[place] for place in places] for name, values in columns.items()}
             own = rewards[places]
             totals = total_rewards(own, self.trainer.reward_weights).tolist()
-            self.batches.entry(entry_id).score = GroupScore(own, logged, totals, self._is_uniform(own))
+            self.batches.entry(entry_id).score = GroupScore(own, logged, totals, is_uniform(own, self.trainer))
 
     def _split(self) -> list[Share]:
         """
@@ -133,11 +133,3 @@ class GroupScores:
             name: [value for own in shares for value in own.get(name, [None] * len(share.rows))]
             for name in sorted({name for own in shares for name in own})
         }
-
-    def _is_uniform(self, rewards: torch.Tensor) -> bool:
-        """Whether TRL would give all rows the advantage 0, as it does to those that no function has scored."""
-        weighted = (rewards * self.trainer.reward_weights.to(rewards.device)).cpu()
-        if self.trainer.multi_objective_aggregation == "sum_then_normalize":
-            weighted = weighted[~weighted.isnan().all(dim=1)].nansum(dim=1, keepdim=True)
-        known = [column[~column.isnan()] for column in weighted.T]
-        return all(len(own) < 2 or bool(torch.isclose(own.std(), torch.zeros(()))) for own in known)

@@ -40,7 +40,7 @@ class WaveSource(ContinuousSource):
         self._records.append(record)
         if waves.is_last(self.trainer._step):
             self.log(reduce(RolloutRecord.then, self._records))
-            self.trainer._log_all({"darts/rollout/wait_seconds": self._waited})
+            self.trainer._log_all({"darts/rollout/wait_seconds": self._waited, **self.batches.pop_skip_metrics()})
         return self.batches.finish(rows, None, None)
 
     def launch_next(self) -> None:

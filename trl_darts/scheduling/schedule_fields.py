@@ -202,6 +202,13 @@ class ScheduleFields:
         "Most prompts sampled for each trained prompt with `drop_uniform_groups`. If groups are still missing then, "
         f"filler rows with zero loss weight replace them. Defaults to {MAX_OVERSAMPLING:g}.",
     )
+    skip_uniform_prompts: bool = setting(
+        False,
+        "Whether a prompt whose latest group had equal rewards is skipped before it is sampled, with a probability "
+        "that grows with how often in a row that was so, and is 0.95 at most (GRESO). The next prompts of the data "
+        "fill the batch: a pass over the data then takes fewer steps, and `max_steps` stays as it is. For data that "
+        "are passed several times, and only with `vllm_mode='server'`.",
+    )
     defer_unsettled_groups: bool | None = setting(
         None,
         "Whether a group whose kept rewards are all equal is deferred to a long round if some of its candidates were "

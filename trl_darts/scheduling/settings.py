@@ -176,7 +176,8 @@ class ScheduleSettings(ScheduleFields):
     def buffers_prompts(self) -> bool:
         """Whether prompts are taken before their turn, or outlive a rollout. The rollout buffer then makes batches."""
         own = self.schedule in ("tail_batching", "partial_rollout", "sorted")
-        return own or self.rollout_ahead != 0 or self.drop_uniform_groups or self.scores_early
+        ahead = self.rollout_ahead != 0 or self.skip_uniform_prompts
+        return own or ahead or self.drop_uniform_groups or self.scores_early
 
     @property
     def scores_early(self) -> bool:
@@ -198,7 +199,10 @@ class ScheduleSettings(ScheduleFields):
     @property
     def own_prompts(self) -> str:
         """Beginning of an error message about the setting because of which the schedule `buffers_prompts`."""
-        names = ("rollout_ahead", "drop_uniform_groups", "defer_unsettled_groups", "audit_share")
+        names = (
+            *("rollout_ahead", "drop_uniform_groups", "skip_uniform_prompts"),
+            *("defer_unsettled_groups", "audit_share"),
+        )
         name = next((name for name in names if getattr(self, name)), "schedule")
         return f"`{name}` ({getattr(self, name)!r}) takes prompts before or out of their turn, and does not run"
 

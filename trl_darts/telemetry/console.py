@@ -122,6 +122,8 @@ def first_line(args: Any, sends_adapters: bool = False) -> str:
         uniform = (
             f", defers groups whose rewards are all equal; for all while over {CUT_OFF:.0%} of answers are cut off"
         )
+    if args.skip_uniform_prompts:
+        uniform += ", skips most prompts whose last group taught nothing"
     return (
         f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits for "
         f"{wait}{ahead}{uniform}. {_engines(args, sends_adapters)}."

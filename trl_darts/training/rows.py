@@ -111,6 +111,18 @@ def total_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torc
     return totals
 
 
+def is_uniform(rewards_per_func: torch.Tensor, trainer: Any) -> bool:
+    """
+    Whether TRL would give all rows of a group the advantage 0, as it does to those that no function has scored.
+    `rewards_per_func` has the shape `(M, F)`.
+    """
+    weighted = (rewards_per_func * trainer.reward_weights.to(rewards_per_func.device)).cpu()
+    if trainer.multi_objective_aggregation == "sum_then_normalize":
+        weighted = weighted[~weighted.isnan().all(dim=1)].nansum(dim=1, keepdim=True)
+    known = [column[~column.isnan()] for column in weighted.T]
+    return all(len(own) < 2 or bool(torch.isclose(own.std(), torch.zeros(()))) for own in known)
+
+
 def forget_filler_rewards(rewards: torch.Tensor, fillers: Collection[int]) -> torch.Tensor:
     """
     Sets the rewards of filler rows to NaN, so that TRL ignores them in its metrics and in the mean and the standard

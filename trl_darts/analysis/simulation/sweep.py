@@ -16,7 +16,7 @@ from ...scheduling.settings import Facts
 # `schedule` has an option of its own, tail engines are not simulated here, and the others change what is learned.
 UNSWEPT = (
     *("schedule", "mask_stale_after", "kv_after_update", "defer_unsettled_groups", "audit_share"),
-    *("drop_uniform_groups", "max_prompt_oversampling", "tail_switch_at", "tail_share"),
+    *("drop_uniform_groups", "max_prompt_oversampling", "skip_uniform_prompts", "tail_switch_at", "tail_share"),
 )
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
