@@ -112,6 +112,19 @@ TRAINING_CONFLICTS = (
              "does not run with {drop_uniform_groups}: which groups are trained on is only known once rewards are"),
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
              "does not run with {rollout_ahead}: the model trains while candidates decode"),
+    # Answers of earlier epochs
+    Conflict("reuse_answers", lambda s: not s.uses_servers,
+             "needs vLLM servers, which verify earlier answers", "Set `use_vllm=True` and `vllm_mode='server'`."),
+    Conflict("reuse_answers", lambda s: s.over_provisions,
+             "does not run with {selection}: what a selection keeps has other lengths than what the policy writes, "
+             "more so each time it is reused", "Set `schedule='grpo'`, or another one with `selection='all'`."),
+    Conflict("reuse_answers", lambda s: s.is_continuous or s.stream_training,
+             "does not run with {rollout_ahead} and {stream_training}, whose prompts enter a rollout that runs"),
+    Conflict("reuse_answers", lambda s: not s.samples_plainly,
+             "needs plain sampling, whose probabilities a server can compute of a given answer: {temperature}, "
+             "{top_p}, {top_k}, {min_p} and {repetition_penalty} must be 1, 1, 0, `None` and 1, and "
+             "{generation_kwargs} and {vllm_structured_outputs_regex} unset"),
+    Conflict("reuse_answers_gib", lambda s: not s.reuse_answers, "has no effect without `reuse_answers`"),
     # Waves
     Conflict("stream_training",
              lambda s: s.steps_per_generation != s.gradient_accumulation_steps or s.num_iterations > 1,
@@ -223,6 +236,20 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "(`gradient_accumulation_steps` micro-batches of several groups), and text.",
     )
 
+    # Answers of earlier epochs
+    reuse_answers: bool = setting(
+        False,
+        "Whether each prompt's last answers are kept as far as the current policy would have written them too, and "
+        "decoded from there, instead of from their beginning (SPEC-RL, with exact draws). Answers still follow the "
+        "current policy, but resemble those of the last epoch. For data that are passed several times; only with "
+        "`vllm_mode='server'`, a schedule that keeps all it samples, and plain sampling at temperature 1.",
+    )
+    reuse_answers_gib: Annotated[float, Rule(lambda value: 0 < value < math.inf, "positive and finite")] = setting(
+        2.0,
+        "GiB for these answers on the main process, and in each checkpoint. A token takes 72 bytes; the answers that "
+        "were written longest ago leave first.",
+    )
+
     # Training
     trim_padding: bool = setting(
         True,
@@ -287,6 +314,14 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         if self.stream_training:
             return "`stream_training` (True), which trains on a group before the others have finished"
         return "`stream_logprobs` (True)" if self.stream_logprobs else None
+
+    @property
+    def samples_plainly(self) -> bool:
+        """Whether tokens are drawn from the policy as it is."""
+        changed = self.temperature != 1 or self.top_p != 1 or self.repetition_penalty != 1 or bool(self.min_p)
+        kwargs: Any = self.generation_kwargs or {}
+        others = kwargs.keys() - {"seed"} or self.vllm_structured_outputs_regex is not None
+        return not (changed or self.top_k not in (0, -1) or others)
 
     @property
     def buffers_prompts(self) -> bool:

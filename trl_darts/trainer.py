@@ -35,6 +35,7 @@ from .engines.batch import PromptBatch
 from .engines.engine import Engine
 from .engines.factory import make_engine
 from .engines.main_process import MainProcess
+from .engines.prefixes import VerifiedPrefixes, make_prefixes
 from .engines.vllm_generation import SyncedGeneration, synced_generation
 from .errors import WeightsLostError
 from .policy import LengthTracker
@@ -122,6 +123,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _reused: ReusedLogprobs | None = None
     _waves: Waves | None = None  # set if a batch is trained on while it decodes
     _canary: Canary | None = None  # set with servers
+    _reuse: VerifiedPrefixes | None = None
     _clock = Stopwatch()
 
     def __init__(
@@ -170,6 +172,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
         self._reused, self._waves = ReusedLogprobs.of(self), Waves.of(self)
+        self._reuse = make_prefixes(self)
         self._loop = LoopPosition(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
         self._feed = make_feed(self)
         self._batches = make_batches(self, self._feed)
@@ -179,7 +182,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if args.uses_servers and args.compare_weights and isinstance(servers, SyncedGeneration):
             self._canary = Canary(servers.engine, self._main)
         columns = known_columns(self.train_dataset)
-        rollouts = Rollouts(args, self._main, columns, self._loop, self._feed, self._batches)
+        answers = None if self._reuse is None else self._reuse.store
+        rollouts = Rollouts(args, self._main, columns, self._loop, self._feed, self._batches, answers)
         self._state_callback = RolloutStateCallback(self._tracker_callback, self._admission, rollouts)
         self._preemption = Preemption(self.accelerator, args.uses_servers)
         logs = [RunLogCallback()] if args.save_rollout_trace else []
@@ -429,6 +433,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._feed.restore()
         self._feed.begin()
         self._sources[0].clear()
+        if self._reuse is not None:
+            self._reuse.clear()
         self._state_callback.checkpoint = checkpoint
         try:
             # Warnings get lines of their own, apart from the progress bar.

@@ -25,6 +25,7 @@ READ_BY = {
     "length_history": "all; grpo with `submit_order`",
     "drop_uniform_groups": "darts, grpo",
     "skip_uniform_prompts": "all",
+    **dict.fromkeys(("reuse_answers", "reuse_answers_gib"), 'all with `selection` "all"'),
     "max_prompt_oversampling": "darts, grpo",
 }
 HEAD = """# All settings

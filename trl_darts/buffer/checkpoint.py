@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from numpy.typing import NDArray
 
+from ..engines.answers import AnswerStore
 from ..engines.main_process import MainProcess
 from ..scheduling import FinishReason, PartialCandidate, PromptInfo
 from ..training.resume import BUFFER_FILE
@@ -50,6 +51,7 @@ class Rollouts:
     loop: LoopPosition
     feed: PromptFeed
     batches: BufferedBatches | None
+    answers: AnswerStore | None = None  # of earlier epochs, with `reuse_answers`
 
     def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self.args, name) for name in names}
@@ -78,6 +80,8 @@ def save_rollouts(rollouts: Rollouts, directory: Path, has_batch: bool) -> None:
         state |= {**own, "learned": rollouts.batches.policy.state_dict()}
         if (skips := rollouts.batches.skips) is not None:
             state["skips"] = skips.state_dict()
+    if rollouts.answers is not None:
+        rollouts.answers.save(directory)
     text = np.frombuffer(encode(state), np.uint8)
     np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=text, **arrays)
 
@@ -90,6 +94,9 @@ def load_rollouts(rollouts: Rollouts, directory: Path, step: int, skips: bool) -
     epoch. Returns the rest of the batch in use, if there is one.
     """
     state, arrays = rollouts.main.broadcast(lambda: _read(directory))
+    answers = rollouts.answers
+    if answers is not None and (problem := rollouts.main.broadcast(lambda: answers.load(directory))):
+        logger.warning(problem)
     are_dropped = False
     if rollouts.batches is not None:
         are_dropped = _load_buffer(rollouts, rollouts.batches, directory, state, arrays)

@@ -113,7 +113,8 @@ class RolloutSource(TRLSource, Generic[R]):
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides before a rollout, on the main process."""
         admission, groups, policies = self.decide(batch, self.number + ahead)
-        return RolloutPlan(admission, groups, self.scheduler(policies, batch.num_generations))
+        reuse = self.trainer._reuse if self.trains else None
+        return RolloutPlan(admission, groups, self.scheduler(policies, batch.num_generations), reuse=reuse)
 
     def scheduler(self, policies: SchedulePolicies, num_generations: int) -> Scheduler:
         """Returns what decides during a rollout. Called on the main process."""
@@ -149,6 +150,8 @@ class RolloutSource(TRLSource, Generic[R]):
         trainer = self.trainer
         micro_step = trainer._step % trainer.args.gradient_accumulation_steps
         trainer._log_all(trainer._rollout_log.add(record, trainer.state.global_step, micro_step))
+        if trainer._reuse is not None:
+            trainer._log_all(trainer._reuse.pop_metrics())
 
     def later_turn(self, prompts: Prompts) -> KeptRows | None:
         self.trainer._sync_weights()

@@ -17,6 +17,7 @@ from ..scheduling import (
 from ..scheduling.ledger import Ledger
 from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
+from .prefixes import VerifiedPrefixes
 
 
 OnProgress = Callable[[Ledger], None]
@@ -36,6 +37,7 @@ class RolloutPlan:
     # Of the first groups of a rollout without an end: called in any thread with each of its groups whose rows are
     # selected. Returns at once.
     on_group: OnGroup | None = None
+    reuse: VerifiedPrefixes | None = None  # earlier answers, with which the groups begin
 
 
 class Engine(ABC):

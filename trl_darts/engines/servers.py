@@ -11,6 +11,7 @@ from ..errors import ConfigurationError, WeightsLostError
 from ..scheduling import Admission, GroupPlan, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
 from ..scheduling.ledger import Ledger
 from ..training.rows import KeptRows, Tokens
+from .answers import TOP
 from .batch import PromptBatch
 from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State
@@ -69,7 +70,7 @@ class ServerEngine(Engine):
 
     def _launch(self, plan: Any, batch: PromptBatch) -> None:
         self._bring_back()
-        self._launched = plan, self._generation.own_engine.start(*self._request(plan, batch))
+        self._launched = plan, self._generation.own_engine.start(*self._request(plan, batch), plan.reuse)
 
     def extend(self, plan: RolloutPlan, batch: PromptBatch) -> None:
         """See [`Engine`]."""
@@ -182,7 +183,7 @@ class ServerEngine(Engine):
             self._bring_back()
 
         scheduler, groups, prompts, body, fields, seed = self._request(plan, batch, images, room)
-        return self._generation.own_engine.run(scheduler, groups, prompts, body, fields, tend, seed)
+        return self._generation.own_engine.run(scheduler, groups, prompts, body, fields, tend, seed, plan.reuse)
 
     def _bring_back(self) -> None:
         if self._main.is_here:
@@ -226,7 +227,10 @@ class ServerEngine(Engine):
         prompts = self._server_prompts(batch, images)
         if drops:
             prompts = [[self._marked(prompt) for prompt in group] for group in prompts]
-        return plan.scheduler, plan.groups, prompts, self._request_body(), fields, self._next_seed()
+        body = self._request_body()
+        if plan.reuse is not None:
+            body["logprobs"] = TOP
+        return plan.scheduler, plan.groups, prompts, body, fields, self._next_seed()
 
     def _next_seed(self) -> RolloutSeed:
         """Returns the seed of the next rollout. The step tells it from those of this run before it was resumed."""

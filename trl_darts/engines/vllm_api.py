@@ -46,6 +46,7 @@ class CompletionChunk:
     tokens: list[int]
     logprobs: list[float] | None
     finish_reason: str | None
+    tops: list[Any] | None = None  # the likeliest tokens at each position, for `top_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,16 @@ class VLLMServer:
         async with self._post(request.path, request.body, timeout_s, headers) as response:
             await self._check(response)
             return parse_choice(orjson.loads(await response.read()))
+
+    async def prompt_logprobs(self, body: Mapping[str, Any], start: int, timeout_s: float) -> list[dict[int, float]]:
+        """Returns log-probs of a prompt's positions from `start` on: of its own token, and of the likeliest ones."""
+        answer = await self.post("/v1/completions", body, timeout_s)
+        try:
+            found = answer["choices"][0]["prompt_logprobs"][start:]
+            return [{int(token): own["logprob"] for token, own in position.items()} for position in found]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            message = f"{self.base_url} returned no log-probs of a prompt: {str(answer)[:100]}"
+            raise ServerRefusedError(message, 200) from error
 
     @asynccontextmanager
     async def turn_to_open(self) -> AsyncIterator[None]:
@@ -499,19 +510,24 @@ def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
     choices = message["choices"]
     if len(choices) != 1 or choices[0].get("index", 0) != 0:  # otherwise, tokens of two completions would be mixed
         raise ServerRefusedError(f"The server returned other choices than requested: {str(choices)[:100]}.")
-    choice = choices[0]
+    choice, tops = choices[0], None
     tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
     if tokens is None and logprobs and "tokens" in logprobs:
         tokens = orjson.loads(f"[{','.join(logprobs['tokens'])}]".replace(TOKEN_ID, ""))  # a third of `int`'s time
     if tokens is None:
         raise ServerRefusedError("The server returned no `token_ids`. It is too old: use vLLM 0.22 or newer.")
     if logprobs is not None:
-        content = logprobs.get("content")
+        content, tops = logprobs.get("content"), logprobs.get("top_logprobs")
         logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
         # JSON has no NaN, so a server sends null. TRL treats NaN as an unknown log-prob with ratio 1.
         logprobs = logprobs and [math.nan if logprob is None else logprob for logprob in logprobs]
     _check_numbers(tokens, logprobs)
-    return CompletionChunk(tokens, logprobs, choice.get("finish_reason"))
+    return CompletionChunk(tokens, logprobs, choice.get("finish_reason"), tops)
+
+
+def top_of(position: Mapping[str, float]) -> dict[int, float]:
+    """Parses the likeliest tokens at one position of a chunk."""
+    return {int(token.removeprefix(TOKEN_ID)): logprob for token, logprob in position.items()}
 
 
 def _check_numbers(tokens: Any, logprobs: Any) -> None:

@@ -46,6 +46,7 @@ from .failures import describe, is_our_own
 from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
 from .monitor import Monitor
 from .pool import Member, State
+from .prefixes import MAX_AT_ONCE, Target, VerifiedPrefixes
 from .sampling import RolloutSeed
 from .vllm_api import (
     CompletionChunk,
@@ -92,6 +93,7 @@ class RolloutRun:
         overrides: Overrides | None,
         deadlines: Deadlines,
         seed: RolloutSeed | None = None,
+        reuse: VerifiedPrefixes | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.monitor = monitor
@@ -101,6 +103,7 @@ class RolloutRun:
         self.overrides = overrides
         self.deadlines = deadlines
         self.seed = seed
+        self.reuse = reuse
         self.run_id = uuid.uuid4().hex
         self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
@@ -132,7 +135,10 @@ class RolloutRun:
             await self._cancel()
         if self.pool.takes_turns:  # a weight sync expects the main servers to be awake
             await self.pool.take_turns(tail=False)
-        return self.scheduler.result()
+        result = self.scheduler.result()
+        if self.reuse is not None:
+            self.reuse.keep(result)
+        return result
 
     @property
     def is_over(self) -> bool:
@@ -149,9 +155,19 @@ class RolloutRun:
         if self.finished.done():
             self.finished.result()
         members = self.pool.members
+        if self.reuse is not None:
+            plans = await self.reuse.resume(plans, self.prompts, self._targets(), self.deadlines.first_token_s)
         engines = [self._load(url, members[url]) for url in self.pool.urls(State.UP)]
         self.pool.listeners.append(self)
         self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
+
+    def _targets(self) -> list[Target]:
+        """Returns the servers that can verify earlier answers."""
+        return [
+            Target(m.server, m.model_name(m.decodes_version) or self.body["model"], asyncio.Semaphore(MAX_AT_ONCE))
+            for m in self.pool.members.values()
+            if m.decodes
+        ]
 
     def _load(self, url: str, member: Member) -> EngineLoad:
         return EngineLoad(url, member.capacity, tail=member.tail)
@@ -432,6 +448,8 @@ class RolloutRun:
     def _add(self, request: OpenRequest, chunk: CompletionChunk) -> None:
         now, member = time.perf_counter(), self.pool.members[request.command.engine_id]
         offset, request.num_tokens = request.num_tokens, request.num_tokens + len(chunk.tokens)
+        if self.reuse is not None and chunk.tops:
+            self.reuse.note(request.command.group_id, request.command.index, offset, chunk.tops)
         if chunk.tokens:
             self.tokens = Waiting(self.deadlines.token_s)
             request.last_progress = member.last_progress = now

@@ -26,6 +26,7 @@ from .discovery import Discovery
 from .engine import OnGroup
 from .monitor import Check, Monitor, Refresh, has_loaded_weights
 from .pool import RESERVED_FILES, Member, ServerPool, State
+from .prefixes import VerifiedPrefixes
 from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
@@ -84,6 +85,7 @@ class VLLMServerEngine:
         overrides: Overrides | None = None,
         on_progress: Callable[[Ledger], None] | None = None,
         seed: RolloutSeed | None = None,
+        reuse: VerifiedPrefixes | None = None,
     ) -> RolloutResult:
         """
         Runs one rollout and waits for it: [`start`], then [`wait`].
@@ -91,10 +93,11 @@ class VLLMServerEngine:
         `prompts` has shape `(N, 1)` or `(N, M)`: one prompt per group, by `group_id`, or one per candidate. `body` has
         fields of the completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further
         fields for one candidate. `on_progress` is called ten times a second with the scheduler's ledger. `seed` is
-        for the candidates' seeds, where servers would sample alike. Raises [`GenerationError`] with the server's
-        message if a server rejects a candidate, fails or is too slow.
+        for the candidates' seeds, where servers would sample alike. `reuse` has earlier answers, with which groups
+        begin. Raises [`GenerationError`] with the server's message if a server rejects a candidate, fails or is too
+        slow.
         """
-        rollout = self.start(scheduler, plans, prompts, body, overrides, seed)
+        rollout = self.start(scheduler, plans, prompts, body, overrides, seed, reuse)
         return self.wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
 
     def start(
@@ -105,6 +108,7 @@ class VLLMServerEngine:
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
         seed: RolloutSeed | None = None,
+        reuse: VerifiedPrefixes | None = None,
     ) -> Future[RolloutResult]:
         """Starts a rollout and returns its future at once. Cancelling the future ends all of its requests."""
 
@@ -112,7 +116,7 @@ class VLLMServerEngine:
             monitor = await self.monitor()
             monitor.start()
             async with self._turn:
-                run = RolloutRun(scheduler, monitor, prompts, body, overrides, self.deadlines, seed)
+                run = RolloutRun(scheduler, monitor, prompts, body, overrides, self.deadlines, seed, reuse)
                 return await run.execute(plans)
 
         return self.submit(rollout())

@@ -1,0 +1,229 @@
+"""
+Answers of the last epoch as beginnings of new ones (`reuse_answers`).
+
+```
+last epoch's rows ──▶ AnswerStore ──▶ verified by the servers in one prefill ──▶ kept up to the first rejected token
+       ▲                                                                                      │
+       └──────────── rows of the rollout ◀── decoded to the end ◀── its replacement drawn ◀───┘
+```
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from ..policy.verification import draw_residual, num_accepted
+from ..scheduling import Candidate, FinishReason, GroupPlan, PartialCandidate, RolloutResult
+from .answers import TOP, Answer, AnswerStore
+from .vllm_api import ServerPrompt, ServerRefusedError, VLLMServer, top_of
+
+
+MAX_AT_ONCE = 8  # verifications on one server: it computes the logits of all of their tokens
+LEAST_REUSED = 0.1  # share of the verified tokens that must be kept for verification to pay
+SHARE_EMA = 0.8  # of that share, per rollout
+PAUSE = 16  # rollouts after it did not pay
+
+logger = logging.getLogger(__name__)
+
+Tops = list[dict[int, float]]  # by position
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that verifies."""
+
+    server: VLLMServer
+    model: str
+    room: asyncio.Semaphore
+
+
+def make_prefixes(trainer: Any) -> "VerifiedPrefixes | None":
+    """Returns what reuses answers, if the settings say so."""
+    args = trainer.args
+    if not args.reuse_answers:
+        return None
+    store = AnswerStore(args.reuse_answers_gib)
+    return VerifiedPrefixes(store, set(trainer.eos_token_ids), args.max_completion_length, args.seed)
+
+
+class VerifiedPrefixes:
+    """
+    Keeps the rows of rollouts, and begins the next ones to the same prompts with what the current policy keeps.
+    Lives in the engine's event loop, except for `pop_metrics` and checkpoints, which are between rollouts.
+
+    Args:
+        store (`AnswerStore`):
+            The last answers.
+        ends (`set[int]`):
+            IDs of end-of-sequence tokens.
+        max_length (`int`):
+            Most tokens of an answer.
+        seed (`int`):
+            Seed of the draws.
+    """
+
+    def __init__(self, store: AnswerStore, ends: set[int], max_length: int, seed: int) -> None:
+        self.store = store
+        self.ends = ends
+        self.max_length = max_length
+        self.num_rollouts = 0
+        self._seed = seed
+        self._tops: dict[tuple[int, int], Tops] = defaultdict(list)  # of the rollout, by group and index
+        self._reused_share = 1.0
+        self._pause = 0  # rollouts
+        self._counts: Counter[str] = Counter()
+        self._seconds = self._unknown = 0.0
+
+    def clear(self) -> None:
+        """Begins a training without earlier answers."""
+        self.store.clear()
+        self._pause, self._reused_share = 0, 1.0
+
+    async def resume(
+        self,
+        plans: Sequence[GroupPlan],
+        prompts: Sequence[Sequence[ServerPrompt]],
+        targets: Sequence[Target],
+        timeout_s: float,
+    ) -> list[GroupPlan]:
+        """Returns the plans of a rollout with what is kept of earlier answers: nothing where a server fails."""
+        self._tops.clear()
+        self.num_rollouts += 1
+        if self._pause:
+            self._pause -= 1
+            return list(plans)
+        begin, before = time.perf_counter(), self._counts.copy()
+        places = cycle(targets)
+        resumed = await asyncio.gather(
+            *(self._resumed(plan, prompts[plan.group_id], places, timeout_s) for plan in plans if targets)
+        )
+        self._seconds += time.perf_counter() - begin
+        self._judge(self._counts - before)
+        return resumed or list(plans)
+
+    def _judge(self, counts: Mapping[str, int]) -> None:
+        """Pauses if too little was kept."""
+        if not counts["verified"]:
+            return
+        self._reused_share = SHARE_EMA * self._reused_share + (1 - SHARE_EMA) * counts["reused"] / counts["verified"]
+        if self._reused_share < LEAST_REUSED:
+            share = f"{self._reused_share:.0%} of the tokens of earlier answers were kept"
+            logger.warning("%s: less than it costs. `reuse_answers` pauses for %d rollouts.", share, PAUSE)
+            self._pause, self._reused_share = PAUSE, 1.0
+
+    async def _resumed(
+        self, plan: GroupPlan, prompts: Sequence[ServerPrompt], targets: Iterator[Target], timeout_s: float
+    ) -> GroupPlan:
+        answers = self.store.get(plan.prompt_key)[: plan.num_candidates]
+        if plan.resumed or not answers or len(prompts) > 1 or prompts[0].features or prompts[0].problem:
+            return plan
+        verified = await asyncio.gather(
+            *(self._verified(answer, prompts[0], next(targets), timeout_s) for answer in answers)
+        )
+        partials: list[PartialCandidate] = []
+        for place, (answer, new) in enumerate(zip(answers, verified, strict=True)):
+            if new is not None and len(new):
+                rng = np.random.default_rng([self._seed, self.num_rollouts, plan.prompt_key % 2**32, place])
+                partial = self._kept(answer, new, rng, (plan.group_id, len(partials)))
+                if partial.tokens:
+                    partials.append(partial)
+        return replace(plan, resumed=tuple(partials))
+
+    async def _verified(self, answer: Answer, prompt: ServerPrompt, target: Target, timeout_s: float) -> Tops | None:
+        """Returns the log-probs of the answer's tokens and of the likeliest ones, `None` if the server fails."""
+        tokens = answer.tokens[: self.max_length].tolist()
+        body = {
+            "model": target.model,
+            "prompt": [*prompt.tokens, *tokens],
+            "max_tokens": 1,
+            "prompt_logprobs": TOP,
+            "temperature": 1.0,
+        }
+        try:
+            async with target.room:
+                return await target.server.prompt_logprobs(body, len(prompt.tokens), timeout_s)
+        except (aiohttp.ClientError, ServerRefusedError, TimeoutError) as error:
+            logger.warning("An earlier answer could not be verified (%s): it is sampled anew.", error)
+            return None
+
+    def _kept(self, answer: Answer, new: Tops, rng: np.random.Generator, place: tuple[int, int]) -> PartialCandidate:
+        """What is kept of an answer, and the token that replaces the first one that is not."""
+        tokens = answer.tokens[: len(new)].tolist()
+        logprobs = [own[token] for token, own in zip(tokens, new, strict=True)]
+        count = num_accepted(answer.logprobs[: len(new)], logprobs, rng)
+        self._counts["verified"] += len(tokens)
+        self._counts["reused"] += count
+        self._counts["answers"] += 1
+        self._counts["whole"] += count == len(answer)
+        kept, kept_logprobs, tops = tokens[:count], logprobs[:count], list(new[:count])
+        if count < len(tokens):
+            old = answer.top(count)
+            if old:
+                old[tokens[count]] = float(answer.logprobs[count])
+            token, unknown = draw_residual(old, new[count], rng)
+            self._counts["rejected"] += 1
+            self._unknown += unknown
+            if token is not None:
+                kept, kept_logprobs = [*kept, token], [*kept_logprobs, new[count][token]]
+                tops.append(new[count])
+        self._tops[place] = tops
+        return PartialCandidate(kept, kept_logprobs, self._reason(kept, answer.ended and count == len(answer)))
+
+    def _reason(self, tokens: Sequence[int], ended: bool) -> FinishReason | None:
+        if ended or (tokens and tokens[-1] in self.ends):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(tokens) >= self.max_length else None
+
+    def note(self, group_id: int, index: int, offset: int, tops: Sequence[Any]) -> None:
+        """Notes the likeliest tokens of a chunk that begins after `offset` tokens."""
+        known = self._tops[group_id, index]
+        del known[offset:]  # of a server that was lost
+        known.extend(map(top_of, tops))
+
+    def keep(self, result: RolloutResult) -> None:
+        """Keeps the rows of a rollout's complete groups."""
+        for group in result.groups:
+            rows = [
+                (candidate, self._tops.get((group.plan.group_id, candidate.index), [])) for candidate in group.rows
+            ]
+            answers = [_answer(candidate, tops) for candidate, tops in rows if candidate.logprobs and candidate.length]
+            if answers:
+                self.store.put(group.plan.prompt_key, answers)
+        self._tops.clear()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns what was reused since the last call, see docs/metrics.md."""
+        counts, self._counts = self._counts, Counter()
+        seconds, unknown = self._seconds, self._unknown
+        self._seconds = self._unknown = 0.0
+        metrics = {"darts/reuse/seconds": seconds, "darts/reuse/answers": float(counts["answers"])}
+        if counts["verified"]:
+            metrics["darts/reuse/reused_ratio"] = counts["reused"] / counts["verified"]
+            metrics["darts/reuse/whole_ratio"] = counts["whole"] / counts["answers"]
+        if counts["rejected"]:
+            metrics["darts/reuse/unknown_ratio"] = unknown / counts["rejected"]
+        return metrics
+
+
+def _likeliest(top: Mapping[int, float]) -> dict[int, float]:
+    """Returns the likeliest tokens: servers add the answer's own token to them."""
+    return dict(sorted(top.items(), key=lambda item: -item[1])[:TOP])
+
+
+def _answer(candidate: Candidate, tops: Sequence[Mapping[int, float]]) -> Answer:
+    size = candidate.length
+    top_tokens, top_logprobs = np.full((size, TOP), -1, np.int32), np.full((size, TOP), -np.inf, np.float32)
+    for place, top in enumerate(tops[:size]):
+        own = _likeliest(top)
+        top_tokens[place, : len(own)], top_logprobs[place, : len(own)] = list(own), list(own.values())
+    ended = candidate.finish_reason is FinishReason.STOP
+    tokens, logprobs = np.array(candidate.tokens, np.int32), np.array(candidate.logprobs, np.float32)
+    return Answer(tokens, logprobs, top_tokens, top_logprobs, ended)
