@@ -2,7 +2,7 @@
 Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
     python -m benchmarks.faults [--kills 20] [--freezes 5]
-    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix
+    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix,reuse
 
 `trl-darts serve --restart` runs two real servers of the tiny reasoner. At random moments, also during weight syncs, a
 random server is killed with SIGKILL, or stopped with SIGSTOP for 15 seconds. The run ends some steps after the last
@@ -18,6 +18,7 @@ of their rollout. No other server may be lost.
 - defer: groups wait for long rounds, and a fifth of the prompts is audited.
 - tail: another server takes over the last 16 candidates.
 - suffix: with drafts.
+- reuse: answers of the last pass are verified and continue.
 - adapter, adapter_continuous: weights are LoRA adapters, otherwise as with default and continuous. No adapter may be
   left on a server at the end.
 
@@ -79,6 +80,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "defer": {"defer_unsettled_groups": True, "audit_share": 0.2},
     "tail": {"tail_switch_at": 16},
     "suffix": {},
+    "reuse": {"schedule": "grpo", "reuse_answers": True},
     "adapter": ADAPTER,
     "adapter_continuous": {**ADAPTER, "rollout_ahead": "continuous"},
 }
@@ -269,12 +271,20 @@ class Audit:
         counts["moved"] += 0 if result.tail_switch is None else result.tail_switch.num_moved
         counts["restarted"] += sum(c.num_restarts for c in ledger.candidates)
         assert all(len(group.rows) == self.trainer.args.num_generations for group in result.groups)
+        reused = {
+            (group_id, index): len(partial.tokens)
+            for group_id, group in ledger.groups.items()
+            for index, partial in enumerate(group.plan.resumed)
+        }
+        counts["tokens reused"] += sum(reused.values())
         for candidate in ledger.candidates:
             segments = range(candidate.segment + 1) if audited.scheduler.carries_tokens else [candidate.segment]
             counts["tokens received"] += sum(audited.received[candidate.candidate_id, s] for s in segments)
-            counts["tokens in candidates"] += candidate.length
+            counts["tokens in candidates"] += candidate.length - reused.get((candidate.group_id, candidate.index), 0)
         self.model.load_state_dict(audited.weights)
-        for candidate in [c for c in ledger.candidates if c.segment > 0 and c.length]:
+        for candidate in ledger.candidates:
+            if not candidate.length or not (candidate.segment > 0 or (candidate.group_id, candidate.index) in reused):
+                continue
             self._compare(audited.prompts[candidate.group_id][0].tokens, candidate.tokens, candidate.logprobs)
 
     def _compare(self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Any, part: slice = slice(None)) -> None:

@@ -120,6 +120,67 @@ def waves(results: Path) -> str:
     return section("Training while the tail decodes", text, *blocks)
 
 
+def _to_reward(own: Any, base: Any) -> float:
+    """How many times as early an arm has the reward that the baseline has after three quarters of its steps."""
+    target = base["by_step"]["reward"][3 * len(base["by_step"]["reward"]) // 4 - 1]
+    first = [
+        next((now for now, reward in zip(run["by_step"]["now"], run["by_step"]["reward"], strict=True)
+              if reward >= target), math.nan)
+        for run in (base, own)
+    ]  # fmt: skip
+    return first[0] / first[1]
+
+
+EPOCHS: cells.Columns = {
+    "to GRPO's reward": (_to_reward, cells.ratio),
+    "rollouts": (lambda own, base: base["rollouts"] / own["rollouts"], cells.ratio),
+    "decoded tokens": (lambda own, base: own["decoded"] / base["decoded"], cells.ratio),
+    "reward at the end": (lambda own, base: own["reward"], cells.mean),
+    "kept ÷ plain length": (lambda own, base: own["kept_over_plain"], cells.ratio),
+    "distinct in a group": (lambda own, base: own["distinct"], cells.mean),
+    "new since the last pass": (lambda own, base: own["new"], cells.mean),
+}
+
+
+def epochs(results: Path) -> str:
+    """Several passes over the same prompts."""
+    lines = last(results, "epochs", "world", "seed", "arm")
+    if not lines:
+        return ""
+    runs = list(lines.values())
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    text = f"""
+        `python -m benchmarks.epochs`: {runs[0]["steps"]} steps over 128 prompts, four steps a pass, on a real server
+        at [a GPU's pace](#how-it-was-run) {origin(lines)}. Speed-ups are over *grpo*, and the reward is what that has
+        after three quarters of its steps. *New* answers were not among those of the last pass."""
+    blocks = [
+        cells.compare(f"{world} (seeds)", {"": [run for run in runs if run["world"] == world]}, EPOCHS, arms, "grpo")
+        for world in dict.fromkeys(run["world"] for run in runs)
+    ]
+    return section("Several passes over the same prompts", text, *blocks)
+
+
+AGENTS: cells.Columns = {
+    "step (s)": (lambda own, base: own["seconds"], cells.mean),
+    "as fast as *lockstep*": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
+    "calls per row": (lambda own, base: own["calls_per_row"], cells.mean),
+}
+
+
+def agents(results: Path) -> str:
+    """Steps with tools."""
+    lines = last(results, "agents", "seed", "arm")
+    if not lines:
+        return ""
+    runs = list(lines.values())
+    text = f"""
+        `python -m benchmarks.agents`: {runs[0]["rows"]} conversations a step on a real server at [a GPU's
+        pace](#how-it-was-run), up to six turns, with tools of 0.05 to 5 s {origin(lines)}. *lockstep* is TRL's loop on
+        the same server; *apart* runs each conversation by itself."""
+    table = cells.compare("arm (seeds)", {"": runs}, AGENTS, ["lockstep", "apart"], "lockstep")
+    return section("Conversations with tools", text, table)
+
+
 def gpu(results: Path) -> str:
     """Of the last runs: each row's rollouts, on the server and in virtual time, and each arm's steps."""
     lines = last(results, "gpu", "size", "part", "arm")

@@ -22,6 +22,8 @@ PAGE = ROOT / "benchmarks" / "REPORT.md"
 PARTS: tuple[Callable[[Path], str], ...] = (
     parts.peers,
     parts.waves,
+    parts.agents,
+    parts.epochs,
     parts.gpu,
     parts.padding,
     parts.step,

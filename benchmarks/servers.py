@@ -46,11 +46,11 @@ def training_args(base_url: str | None, output_dir: str | Path, **fields: Any) -
 
 
 def make_trainer(
-    model: Any, reward: Any, args: Any, dataset: Any, tokenizer: Any = None, kind: Any = DARTSGRPOTrainer
+    model: Any, reward: Any, args: Any, dataset: Any, tokenizer: Any = None, kind: Any = DARTSGRPOTrainer, **more: Any
 ) -> Any:
     """Returns a trainer that prints nothing."""
     disable_progress_bar()
-    trainer = kind(model, reward, args, dataset, processing_class=tokenizer)
+    trainer = kind(model, reward, args, dataset, processing_class=tokenizer, **more)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -10,8 +10,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from benchmarks.models import EOS_ID
+from benchmarks.tool_calls import make_chat_tokenizer
 from tests.trl_parity import common
-from tests.zoo import make_chat_tokenizer, random_model, save, text_config
+from tests.zoo import random_model, save, text_config
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.training.reused_logprobs import ReusedLogprobs
 

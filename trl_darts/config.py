@@ -236,6 +236,13 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "(`gradient_accumulation_steps` micro-batches of several groups), and text.",
     )
 
+    # Tools
+    max_concurrent_tools: Annotated[int, at_least(1)] = setting(
+        64,
+        "Most tools that each process calls at once, in threads, where conversations run each by itself: with "
+        "`vllm_mode='server'` and text. Set it to 1 for tools that share something and are not safe for threads.",
+    )
+
     # Answers of earlier epochs
     reuse_answers: bool = setting(
         False,

@@ -47,6 +47,7 @@ from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.rollout_log import RolloutLog
 from .telemetry.stopwatch import REST, StepParts, Stopwatch
+from .training.conversations import Conversations
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
@@ -317,8 +318,34 @@ class DARTSGRPOTrainer(GRPOTrainer):
         first = self.accelerator.process_index * len(prompts)
         for row in self._batch.fillers.intersection(range(first, first + len(prompts))):
             completions[row - first][0].pop("tool_calls", None)  # the server rejected the filler rows' prompts
+        rows = prompts, prompt_ids, completion_ids, completions
         with replaced(self, "_in_tool_loop", True):
-            return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
+            outcome = self._converse(*rows, *args, **kwargs)
+            return super()._tool_call_loop(*rows, *args, **kwargs) if outcome is None else outcome
+
+    def _converse(
+        self,
+        prompts: Any,
+        prompt_ids: Any,
+        completion_ids: Any,
+        completions: Any,
+        logprobs: Any,
+        images: Any,
+        *args: Any,
+    ) -> Any:
+        """Runs the tool loop of each row by itself, where the engine can; `None` where it can't."""
+        if images is not None or self._is_vlm:
+            return None
+        self._sync_weights()
+        with self._engine.turns(len(prompts)) as turns:
+            if turns is None:
+                return None
+            conversations = Conversations(self, GRPOTrainer._tool_call_loop, turns)
+            outcome = conversations.run(prompts, prompt_ids, completion_ids, completions, logprobs)
+        if self._source.trains:
+            turns_per_row = conversations.num_turns / len(prompts)
+            self._log_all({"darts/tools/seconds": conversations.seconds, "darts/tools/turns": turns_per_row})
+        return outcome
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)

@@ -15,8 +15,9 @@ from transformers.models import idefics3
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from benchmarks.models import EOS_ID
+from benchmarks.tool_calls import make_chat_tokenizer
 from tests.trl_parity.vlms import IMAGE_SIZE
-from tests.zoo import HIDDEN_SIZE, make_chat_tokenizer, random_model, save, set_odds, text_options
+from tests.zoo import HIDDEN_SIZE, random_model, save, set_odds, text_options
 
 
 PATCH_SIZE = 2

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from trl import GRPOTrainer
 
 from benchmarks.models import CLASS_SIZE
+from benchmarks.tool_calls import make_chat_tokenizer, tool_call
 from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.given_completions import make_model, rows_of_prompts
@@ -31,7 +32,6 @@ from tests.given_completions import trained as trained_on_given
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
-from tests.zoo import make_chat_tokenizer, tool_call
 from trl_darts import record_lengths
 from trl_darts.engines import main_process
 from trl_darts.engines.in_process import processes as in_process
@@ -143,9 +143,17 @@ def call_tools(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
     fields = {"max_completion_length": 200, "max_steps": 6, "learning_rate": 0.0, **engine_settings(SERVER, url)}
     tokenizer = make_chat_tokenizer([*MULTIPLY, *(f"<{token}>" for token in range(3 * CLASS_SIZE))], tools=True)
     trainer = tool_trainer(model_dir, out, reader, tools=[multiply], fields=fields, processing_class=tokenizer)
-    rollout, later_turn = trainer._rollout, trainer._engine.later_turn
+    rollout, later_turns = trainer._rollout, trainer._engine.turns
     trainer._rollout = lambda *args: turns.append("training") or rollout(*args)
-    trainer._engine.later_turn = lambda batch: turns.append("later") or later_turn(batch)
+
+    @contextmanager
+    def counted(num_conversations: int) -> Iterator[Any]:
+        with later_turns(num_conversations) as own:
+            decode = own.decode
+            own.decode = lambda *args: turns.append("later") or decode(*args)
+            yield own
+
+    trainer._engine.turns = counted
     trainer.train()
     rows = [row for batch in reader.batches for row in batch]
     return {

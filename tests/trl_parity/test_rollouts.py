@@ -6,6 +6,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.models import EOS_ID
+from benchmarks.tool_calls import FIRST_WORD_ID, make_chat_tokenizer
 from tests.builders import length_reward, record_batches
 from tests.trl_parity.common import (
     WORDS,
@@ -19,7 +20,7 @@ from tests.trl_parity.common import (
     train_all,
     variety,
 )
-from tests.zoo import FIRST_WORD_ID, make_chain, make_chat_tokenizer
+from tests.zoo import make_chain
 
 
 def prompts_of(batch):

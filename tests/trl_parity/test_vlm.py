@@ -4,10 +4,10 @@ import pytest
 from datasets import Image as ImageColumn
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.tool_calls import tool_call
 from tests.builders import record_batches
 from tests.trl_parity.common import make_args, make_trainer, step_logs, train, variety
 from tests.trl_parity.vlms import load_processor, make_vlm, picture, some_images
-from tests.zoo import tool_call
 
 
 def one_image():

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tool_calls import make_chat_tokenizer, tool_call
 from tests.trl_parity.common import chats, make_args, make_trainer
-from tests.zoo import make_chain, make_chat_tokenizer, tool_call
+from tests.zoo import make_chain
 
 
 RIGHT, FAILING = tool_call("multiply", a=3, b=4), tool_call("fail", a=1)

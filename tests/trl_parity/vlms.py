@@ -25,9 +25,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from benchmarks.models import EOS_ID
+from benchmarks.tool_calls import RESPONSE_TEMPLATE
 from tests.zoo import (
     HIDDEN_SIZE,
-    RESPONSE_TEMPLATE,
     make_chat_tokenizer,
     random_model,
     save,

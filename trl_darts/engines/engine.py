@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from ..scheduling import (
@@ -15,6 +16,7 @@ from ..scheduling import (
     Scheduler,
 )
 from ..scheduling.ledger import Ledger
+from ..training.conversations import Turns
 from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
 from .prefixes import VerifiedPrefixes
@@ -70,6 +72,13 @@ class Engine(ABC):
     @abstractmethod
     def later_turn(self, batch: PromptBatch) -> KeptRows | None:
         """Decodes the next turn of this process's tool loops, or returns `None` to let TRL generate it."""
+
+    def turns(self, num_conversations: int) -> "AbstractContextManager[Turns | None]":
+        """
+        Returns what decodes turns of this process's conversations one by one, or `None` where TRL takes all of them
+        through each turn together.
+        """
+        return nullcontext()
 
     @abstractmethod
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:

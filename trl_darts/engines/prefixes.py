@@ -12,24 +12,26 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from ..policy.verification import draw_residual, num_accepted
 from ..scheduling import Candidate, FinishReason, GroupPlan, PartialCandidate, RolloutResult
 from .answers import TOP, Answer, AnswerStore
-from .vllm_api import ServerPrompt, ServerRefusedError, VLLMServer, top_of
+from .failures import FAILURES, describe
+from .pool import Member, State
+from .vllm_api import ServerPrompt, top_of
 
 
 MAX_AT_ONCE = 8  # verifications on one server: it computes the logits of all of their tokens
 LEAST_REUSED = 0.1  # share of the verified tokens that must be kept for verification to pay
 SHARE_EMA = 0.8  # of that share, per rollout
 PAUSE = 16  # rollouts after it did not pay
+POLL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,24 @@ Tops = list[dict[int, float]]  # by position
 class Target:
     """A server that verifies."""
 
-    server: VLLMServer
+    member: Member
     model: str
     room: asyncio.Semaphore
+
+    def check(self) -> None:
+        """Raises `TimeoutError` if the server is lost."""
+        if self.member.state is not State.UP:
+            raise TimeoutError(self.member.reason)
+
+    async def wait(self, answer: Coroutine[Any, Any, Tops]) -> Tops:
+        """Waits for an answer as long as the server is healthy."""
+        task = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([task], timeout=POLL_S))[0]:
+                self.check()
+            return task.result()
+        finally:
+            task.cancel()
 
 
 def make_prefixes(trainer: Any) -> "VerifiedPrefixes | None":
@@ -81,6 +98,7 @@ class VerifiedPrefixes:
         self._pause = 0  # rollouts
         self._counts: Counter[str] = Counter()
         self._seconds = self._unknown = 0.0
+        self._problems: list[str] = []  # of the rollout
 
     def clear(self) -> None:
         """Begins a training without earlier answers."""
@@ -106,6 +124,10 @@ class VerifiedPrefixes:
             *(self._resumed(plan, prompts[plan.group_id], places, timeout_s) for plan in plans if targets)
         )
         self._seconds += time.perf_counter() - begin
+        if self._problems:
+            count, first = len(self._problems), self._problems[0]
+            logger.warning("%d earlier answers could not be verified, and are sampled anew: %s", count, first)
+            self._problems = []
         self._judge(self._counts - before)
         return resumed or list(plans)
 
@@ -139,7 +161,7 @@ class VerifiedPrefixes:
 
     async def _verified(self, answer: Answer, prompt: ServerPrompt, target: Target, timeout_s: float) -> Tops | None:
         """Returns the log-probs of the answer's tokens and of the likeliest ones, `None` if the server fails."""
-        tokens = answer.tokens[: self.max_length].tolist()
+        tokens = answer.tokens[: self.max_length - 1].tolist()  # the server needs room for a token of its own
         body = {
             "model": target.model,
             "prompt": [*prompt.tokens, *tokens],
@@ -149,9 +171,10 @@ class VerifiedPrefixes:
         }
         try:
             async with target.room:
-                return await target.server.prompt_logprobs(body, len(prompt.tokens), timeout_s)
-        except (aiohttp.ClientError, ServerRefusedError, TimeoutError) as error:
-            logger.warning("An earlier answer could not be verified (%s): it is sampled anew.", error)
+                target.check()
+                return await target.wait(target.member.server.prompt_logprobs(body, len(prompt.tokens), timeout_s))
+        except FAILURES as error:
+            self._problems.append(describe(error, "a request"))
             return None
 
     def _kept(self, answer: Answer, new: Tops, rng: np.random.Generator, place: tuple[int, int]) -> PartialCandidate:

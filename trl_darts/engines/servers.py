@@ -1,7 +1,8 @@
 """Decodes a trainer's rollouts on vLLM servers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from .batch import PromptBatch
 from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State
 from .sampling import RolloutSeed, not_carried, request_body, user_seed
+from .turns import TurnRun
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
+from .vllm_server import VLLMServerEngine
 
 
 Request = tuple[Scheduler, list[GroupPlan], list[list[ServerPrompt]], dict[str, Any], Overrides, RolloutSeed]
@@ -139,6 +142,26 @@ class ServerEngine(Engine):
         plan = RolloutPlan(admission, admission.plans(batch.infos), scheduler)
         return KeptRows.of_result(self._run(plan, batch, batch.images, room=1), batch.num_generations)
 
+    @contextmanager
+    def turns(self, num_conversations: int) -> Iterator["ServerTurns"]:
+        """See [`Engine`]. There is no collective, because conversations differ in their turns."""
+        engine, body = self._generation.own_engine, self._request_body()
+        run, future = engine.open_turns(num_conversations, not not_carried(body), body, self._next_seed())
+        try:
+            yield ServerTurns(self, engine, run, num_conversations)
+        finally:
+            future.cancel()
+            engine.call(engine.idle())
+
+    def room_after(self, prompt: Tokens) -> int:
+        """Returns the most tokens that can follow the tokens of a conversation. Raises if there is no room."""
+        self.check_prompts([prompt], "this batch", room=1)
+        return min(self._generation.max_completion_length, self._generation.facts.max_model_len - len(prompt))
+
+    def bring_back(self) -> None:
+        """Sends the weights to servers that reconnected. Called in the main thread."""
+        self._bring_back()
+
     def check_prompts(
         self, prompts: Sequence[Tokens], where: str, first_index: int = 0, room: int | None = None
     ) -> None:
@@ -221,8 +244,7 @@ class ServerEngine(Engine):
             if room is None:
                 return self.overrides(command)
             prompt = batch.rows[batch.row_of(command.group_id, command.index)]
-            most = self._generation.facts.max_model_len - len(prompt)
-            return {"max_tokens": min(self._generation.max_completion_length, most), **self.overrides(command)}
+            return {"max_tokens": self.room_after(prompt), **self.overrides(command)}
 
         prompts = self._server_prompts(batch, images)
         if drops:
@@ -266,3 +288,23 @@ class ServerEngine(Engine):
         body = request_body(own.facts.model, own, own.structured_outputs_regex)
         body.pop("seed", None)  # each candidate has its own
         return body
+
+
+class ServerTurns:
+    """Decodes turns of conversations on servers, for [`Conversations`]."""
+
+    def __init__(self, owner: ServerEngine, engine: VLLMServerEngine, run: TurnRun, num_conversations: int) -> None:
+        self._owner = owner
+        self._engine = engine
+        self._run = run
+        self._num_conversations = num_conversations
+
+    def decode(self, conversation: int, turn: int, prompt: Tokens) -> tuple[Tokens, list[float] | None]:
+        """Decodes a turn of a conversation whose tokens so far are `prompt`. Called in any thread."""
+        group_id = turn * self._num_conversations + conversation
+        row = self._engine.call(self._run.decode(group_id, ServerPrompt(prompt), self._owner.room_after(prompt)))
+        return list(row.tokens), row.logprobs
+
+    def tend(self) -> None:
+        """Called in the main thread while turns decode."""
+        self._owner.bring_back()

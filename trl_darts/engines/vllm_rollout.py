@@ -164,7 +164,7 @@ class RolloutRun:
     def _targets(self) -> list[Target]:
         """Returns the servers that can verify earlier answers."""
         return [
-            Target(m.server, m.model_name(m.decodes_version) or self.body["model"], asyncio.Semaphore(MAX_AT_ONCE))
+            Target(m, m.model_name(m.decodes_version) or self.body["model"], asyncio.Semaphore(MAX_AT_ONCE))
             for m in self.pool.members.values()
             if m.decodes
         ]

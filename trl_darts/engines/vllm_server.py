@@ -28,6 +28,7 @@ from .monitor import Check, Monitor, Refresh, has_loaded_weights
 from .pool import RESERVED_FILES, Member, ServerPool, State
 from .prefixes import VerifiedPrefixes
 from .sampling import RolloutSeed
+from .turns import TurnRun
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
 from .waiting import Deadlines
@@ -141,6 +142,19 @@ class VLLMServerEngine:
             monitor.start()
             deadlines = self.deadlines
             return ContinuousRun(scheduler, monitor, body, overrides, deadlines, step, keeps_kv, seed, on_group)
+
+        run = self.call(begin())
+        return run, self.submit(run.execute([]))
+
+    def open_turns(
+        self, num_conversations: int, carries_tokens: bool, body: Mapping[str, Any], seed: RolloutSeed
+    ) -> tuple[TurnRun, Future[RolloutResult]]:
+        """Starts a rollout without an end whose groups are turns of conversations. Cancelling the future ends it."""
+
+        async def begin() -> TurnRun:
+            monitor = await self.monitor()
+            monitor.start()
+            return TurnRun(num_conversations, carries_tokens, monitor, body, self.deadlines, seed)
 
         run = self.call(begin())
         return run, self.submit(run.execute([]))

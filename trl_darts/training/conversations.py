@@ -1,0 +1,168 @@
+"""
+Conversations with tools, each by itself: while one waits for its tool, the others decode.
+
+TRL's loop takes all rows through each turn together: it calls their tools one row after the other, and decodes once
+all have answered. Here the same loop runs once for each row, in a thread of its own, on a copy of the trainer that has
+this row alone. Nothing else changes: masks, limits, errors of tools and their order are TRL's.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from .rows import Tokens
+
+
+POLL_S = 0.1
+
+Outcome = tuple[Any, ...]  # what TRL's `_tool_call_loop` returns
+
+
+class Turns(Protocol):
+    """What decodes turns, in any thread."""
+
+    def decode(self, conversation: int, turn: int, prompt: Tokens) -> tuple[Tokens, list[float] | None]:
+        """Decodes a turn of a conversation whose tokens so far are `prompt`."""
+
+    def tend(self) -> None:
+        """Called in the main thread while turns decode."""
+
+
+class Serial:
+    """Has an object's methods called by one thread at a time, as a tokenizer needs it."""
+
+    def __init__(self, wrapped: Any, lock: Any) -> None:
+        self._wrapped = wrapped
+        self._lock = lock
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._wrapped, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                return value(*args, **kwargs)
+
+        return call
+
+
+class Conversations:
+    """
+    Runs TRL's tool loop for each row of this process by itself.
+
+    Args:
+        trainer (`DARTSGRPOTrainer`):
+            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once.
+        loop (`Callable`):
+            TRL's `_tool_call_loop`, which takes the trainer first.
+        turns (`Turns`):
+            What decodes.
+    """
+
+    def __init__(self, trainer: Any, loop: Callable[..., Outcome], turns: Turns) -> None:
+        self._trainer = trainer
+        self._loop = loop
+        self._turns = turns
+        self._room = threading.Semaphore(trainer.args.max_concurrent_tools)
+        self._tokenizer = Serial(trainer.processing_class, threading.RLock())
+        self._stopped = threading.Event()
+        self.num_turns = 0
+        self.seconds = 0.0
+
+    def run(
+        self,
+        prompts: Sequence[Any],
+        prompt_ids: Sequence[Tokens],
+        completion_ids: Sequence[Tokens],
+        completions: Sequence[Any],
+        logprobs: Sequence[list[float]] | None,
+    ) -> Outcome:
+        """Returns what TRL's loop returns for all rows. Arguments are TRL's, of which it changes the same."""
+        begin = time.perf_counter()
+        rows: list[Any] = [
+            (
+                [prompts[i]],
+                [prompt_ids[i]],
+                [completion_ids[i]],
+                [completions[i]],
+                logprobs and [logprobs[i]],
+                None,
+                {},
+            )
+            for i in range(len(prompts))
+        ]
+        calling = [i for i in range(len(prompts)) if completions[i][0].get("tool_calls")]
+        outcomes = {i: self._loop(self._trainer, *rows[i]) for i in range(len(prompts)) if i not in set(calling)}
+        if calling:
+            with self._threads(len(calling)) as pool:
+                own = {i: pool.submit(self._loop, self._alone(i), *rows[i]) for i in calling}
+                self._wait(list(own.values()))
+            outcomes |= {i: future.result() for i, future in own.items()}
+        self.seconds = time.perf_counter() - begin
+        return _joined([outcomes[i] for i in range(len(prompts))], logprobs is not None)
+
+    @contextmanager
+    def _threads(self, count: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads, of which those that go on after an error end with their next turn."""
+        with ThreadPoolExecutor(count, thread_name_prefix="trl_darts-conversation") as pool:
+            try:
+                yield pool
+            finally:
+                self._stopped.set()
+
+    def _wait(self, futures: list[Future[Outcome]]) -> None:
+        pending: Any = futures
+        while pending:
+            done, pending = wait(pending, POLL_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # raises
+            self._turns.tend()
+
+    def _alone(self, row: int) -> Any:
+        """Returns a copy of the trainer whose only row is this one."""
+        trainer = self._trainer
+        view = copy.copy(trainer)
+        view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in trainer._sync_tool_dicts[row].items()}]
+        view._async_tool_dicts = [trainer._async_tool_dicts[row]]
+        if trainer.environment_factories is not None:
+            view._batch_environments = [trainer._batch_environments[row]]
+        view.processing_class = view._tokenizer = self._tokenizer
+        number = 0
+
+        def turn(prompt_ids: list[Tokens], *args: Any, **kwargs: Any) -> tuple[list[Tokens], list[Any] | None]:
+            nonlocal number
+            if self._stopped.is_set():
+                raise CancelledError
+            tokens, logprobs = self._turns.decode(row, number, prompt_ids[0])
+            number += 1
+            self.num_turns += 1
+            return [tokens], None if logprobs is None else [logprobs]
+
+        view._generate_single_turn = turn
+        return view
+
+    def _limited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            with self._room:
+                return tool(**arguments)
+
+        return call
+
+
+def _joined(outcomes: Sequence[Outcome], has_logprobs: bool) -> Outcome:
+    """Joins the outcomes of single rows."""
+    masks, completions, ids, logprobs, calls, failures, images = zip(*outcomes, strict=True)
+    return (
+        [own[0] for own in masks],
+        [own[0] for own in completions],
+        [own[0] for own in ids],
+        [own[0] for own in logprobs] if has_logprobs else None,
+        sum(calls),
+        sum(failures),
+        [own[0] for own in images],
+    )
