@@ -163,6 +163,18 @@ def _step(prompt: int) -> Number:
     return Number("step.jsonl", values)
 
 
+def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callable[..., str] = ratio) -> Number:
+    def values() -> list[float]:
+        found = {(run["arm"], run["seed"]): run for run in lines_of("peers.jsonl")}
+        return [value(run, found[base, seed]) for (name, seed), run in found.items() if name == arm]
+
+    return Number("peers.jsonl", values, form)
+
+
+def _as_early(own: Run, base: Run) -> float:
+    return float(base["seconds_to_target"] / own["seconds_to_target"])
+
+
 WITHIN = math.log(1.1)  # simulated and real seconds differ by at most a tenth
 SCHEDULES = {
     "default": "default",
@@ -192,6 +204,11 @@ NUMBERS: dict[str, Number] = {
     "cpu.new": _rollouts("bare", "default", NEW),
     "padding.tail": Number("padding.jsonl", _padding),
     **{f"step.{prompt}": _step(prompt) for prompt in (128, 512, 2048)},
+    **{f"peers.{arm}": _peers(arm, _as_early, "async-4") for arm in ("grpo", "default", "continuous")},
+    "peers.continuous.kept": _peers("continuous", lambda own, _: own["kept_over_plain"], "grpo"),
+    "peers.async.kept": _peers("async-4", lambda own, _: own["kept_over_plain"], "grpo"),
+    "peers.default.kept": _peers("default", lambda own, _: own["kept_over_plain"], "grpo"),
+    "peers.continuous.reward": _peers("continuous", lambda own, base: own["reward"] - base["reward"], "grpo", mean),
     "learning.default": _learning("published", "default"),
     "learning.unguarded": _learning("published", "unguarded"),
     "learning.paper": _learning("published", "paper"),

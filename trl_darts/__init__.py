@@ -9,17 +9,28 @@ if TYPE_CHECKING:
     from .config import DARTSGRPOConfig
     from .length_recorder import record_lengths
     from .trainer import DARTSGRPOTrainer
+    from .training.sessions import Session, session_reward
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "DARTSGRPOConfig": "config",
     "DARTSGRPOTrainer": "trainer",
+    "Session": "training.sessions",
     "VarianceTrackerCallback": "callbacks",
     "record_lengths": "length_recorder",
+    "session_reward": "training.sessions",
 }
 
-__all__ = ["DARTSGRPOConfig", "DARTSGRPOTrainer", "VarianceTrackerCallback", "__version__", "record_lengths"]
+__all__ = [
+    "DARTSGRPOConfig",
+    "DARTSGRPOTrainer",
+    "Session",
+    "VarianceTrackerCallback",
+    "__version__",
+    "record_lengths",
+    "session_reward",
+]
 
 
 def __getattr__(name: str) -> object:

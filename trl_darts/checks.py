@@ -1,6 +1,7 @@
 """Checks combinations of arguments before any GPU time is spent. The config checks single fields."""
 
 from collections.abc import Callable, Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -51,6 +52,11 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
         raise ConfigurationError(
             f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
             "`schedule='grpo'`, or leave `rollout_func` out."
+        )
+    if iscoroutinefunction(rollout_func) and not args.uses_servers:
+        raise ConfigurationError(
+            f"`rollout_func` ({rollout_func.__name__!r}) is a coroutine, whose turns vLLM servers decode. Set "
+            "`use_vllm=True` and `vllm_mode='server'`."
         )
     if rollout_func is not None and (args.tail_urls or args.buffers_prompts):
         given = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"

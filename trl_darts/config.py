@@ -242,6 +242,12 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "Most tools that each process calls at once, in threads, where conversations run each by itself: with "
         "`vllm_mode='server'` and text. Set it to 1 for tools that share something and are not safe for threads.",
     )
+    tool_timeout_s: Annotated[float | None, POSITIVE] = setting(
+        None,
+        "Deadline of one call of a tool in seconds, where conversations run each by itself. The answer is then an "
+        "error, as of a tool that raises. A function in a thread can't be stopped: it goes on, and its answer is "
+        "ignored.",
+    )
 
     # Answers of earlier epochs
     reuse_answers: bool = setting(

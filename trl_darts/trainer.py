@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from .training.resume import checkpoint_to_resume
 from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards, is_uniform
+from .training.sessions import as_rollout_func
 from .training.waves import Waves
 from .trl_compat import profiling_context, replaced
 from .weights.canary import Canary
@@ -78,7 +80,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks (`list[TrainerCallback]`, *optional*):
             As in [`~trl.GRPOTrainer`]. A [`VarianceTrackerCallback`] among them is used instead of a new one.
         model, reward_funcs, train_dataset, …:
-            As in [`~trl.GRPOTrainer`]; `rollout_func` needs `schedule="grpo"`.
+            As in [`~trl.GRPOTrainer`]; `rollout_func` needs `schedule="grpo"`, and may be a coroutine function of a
+            [`Session`] and its row of data, which leads one conversation.
 
     Raises:
         [`ConfigurationError`]: If settings can't work together, or a server can't serve this run. Raised before
@@ -152,6 +155,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if environment_factory is None:  # otherwise it makes the prompts of each batch
             check_data(args, train_dataset, eval_dataset, None if rollout_func else reward_funcs)
         warn_of_other_model(args, name)
+        if iscoroutinefunction(rollout_func):
+            rollout_func = as_rollout_func(rollout_func)
         callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
         others = (optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trl_darts.engines.answers import ANSWERS_FILE, BYTES_PER_TOKEN, GIB, TOP, Answer, AnswerStore
+from trl_darts.engines.answers import ANSWERS_FILE, BYTES_PER_TOKEN, GIB, TOP, Answer, AnswerStore, TopTokens
 
 
 def answer(size, seed=0, ended=True):
@@ -73,3 +73,20 @@ def test_arrays_of_other_sizes(tmp_path):
 
 def test_no_file(tmp_path):
     assert "no answer of earlier epochs" in store_of(10).load(tmp_path)
+
+
+def test_the_likeliest_tokens():
+    tops = TopTokens()
+    tops.add({token: -float(token) for token in range(1, TOP + 4)})
+    tops.continue_at(3)  # nothing is known of two positions
+    tops.add({7: -0.5, 9: -0.1})
+    tokens, logprobs = tops.arrays(5)
+    assert tokens[0].tolist() == [*range(1, TOP + 1)]
+    assert logprobs[0].tolist() == [-float(token) for token in range(1, TOP + 1)]
+    assert tokens[1:3].max() == tokens[4].max() == -1
+    assert tokens[3].tolist() == [9, 7, *[-1] * (TOP - 2)]
+    tops.continue_at(1)  # a server was lost
+    assert len(tops) == 1
+    own = Answer(np.array([1, 2]), np.zeros(2), *tops.arrays(2), ended=True)
+    assert own.top(0)[1] == -1.0
+    assert own.top(1) == {}

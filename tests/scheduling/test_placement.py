@@ -24,6 +24,7 @@ from trl_darts.scheduling import (
     UniformAdmission,
     balance,
 )
+from trl_darts.scheduling.placement import Homes
 
 
 NAN = math.nan
@@ -199,3 +200,30 @@ def test_candidates_of_a_prompt_share_an_engine_that_has_room(counts, num_engine
 def test_a_prompt_goes_on_elsewhere_when_its_engine_is_full():
     homes = placed([GroupPlan(0, 4), GroupPlan(1, 4)], [EngineLoad("a", 3), EngineLoad("b", 4)])
     assert homes == {0: ["a", "a", "a", "b"], 1: ["b", "b", "b"]}
+
+
+TURNS = st.lists(
+    st.tuples(st.integers(0, 4), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), min_size=1, max_size=4)),
+    max_size=40,
+)
+
+
+@given(TURNS)
+def test_a_conversation_stays_where_its_beginning_is(turns):
+    """Unless its server is full, or has over twice as many turns as another. A turn: conversation, loads, slots."""
+    placement, homes = Homes(5), {}
+    for number, (conversation, servers) in enumerate(turns):
+        engines = [EngineLoad(str(i), slots, running) for i, (running, slots) in enumerate(servers)]
+        candidate = Candidate(number, 5 * number + conversation, 0)
+        chosen = placement.choose(candidate, engines)
+        placement.forget([candidate.group_id])
+        free = {engine.engine_id: engine.num_running for engine in engines if engine.has_room}
+        if not free:
+            assert chosen is None
+            continue
+        home = homes.get(conversation)
+        if home in free and free[home] <= 2 * min(free.values()) + 1:
+            assert chosen == home
+        else:
+            assert free[chosen] == min(free.values())
+        homes[conversation] = chosen

@@ -178,3 +178,27 @@ def test_an_error_of_the_main_thread_ends_all(trainer):
     with pytest.raises(KeyboardInterrupt):
         Conversations(trainer, LOOP, script).run(*rows)
     assert not any(thread.name.startswith("trl_darts-conversation") for thread in threading.enumerate())
+
+
+async def never(a: int) -> str:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_a_tool_that_hangs_has_answered_with_an_error(trainer, monkeypatch, kind):
+    monkeypatch.setattr(trainer.args, "tool_timeout_s", 0.1)
+    monkeypatch.setattr(trainer, "max_tool_calling_iterations", 1)
+    over = threading.Event()
+    script = Scripted(trainer.processing_class)
+    rows = first_turns(trainer, script, 24, multiply=lambda **arguments: over.wait(60))
+    if kind == "coroutine":
+        for sync, asynchronous in zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True):
+            del sync["multiply"]
+            asynchronous["multiply"] = lambda a, b: never(a)
+    begin = time.monotonic()
+    _, completions, *_, failures, _ = Conversations(trainer, LOOP, script).run(*rows)
+    over.set()
+    assert time.monotonic() - begin < 10
+    answers = [m["content"] for own in completions for m in own if m["role"] == "tool" and m["name"] == "multiply"]
+    assert answers == ["{'error': 'no answer within `tool_timeout_s` (0.1 s)'}"] * len(answers)
+    assert failures >= len(answers) > 3

@@ -1,6 +1,8 @@
 """The last answers to each prompt, with what is needed to verify them under a later policy."""
 
-from collections.abc import Iterator, Sequence
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -13,6 +15,35 @@ ANSWERS_FILE = "darts_answers.npz"
 TOP = 8  # tokens per position whose log-probs are known
 BYTES_PER_TOKEN = 8 + 8 * TOP
 GIB = 1 << 30
+
+
+class TopTokens:
+    """The likeliest tokens at the positions of an answer that is being written, in 64 bytes each."""
+
+    def __init__(self) -> None:
+        self._tokens, self._logprobs = array("i"), array("f")
+
+    def __len__(self) -> int:
+        return len(self._tokens) // TOP
+
+    def add(self, top: Mapping[int, float]) -> None:
+        """Adds a position with its tokens' log-probs, of which the `TOP` largest are kept. None if unknown."""
+        likeliest = sorted(top.items(), key=lambda item: -item[1])[:TOP]
+        missing = TOP - len(likeliest)
+        self._tokens.extend([*(token for token, _ in likeliest), *[-1] * missing])
+        self._logprobs.extend([*(logprob for _, logprob in likeliest), *[-math.inf] * missing])
+
+    def continue_at(self, position: int) -> None:
+        """Drops what is known from a position on, or fills up to there with nothing known."""
+        del self._tokens[position * TOP :], self._logprobs[position * TOP :]
+        for _ in range(position - len(self)):
+            self.add({})
+
+    def arrays(self, size: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Returns tokens and log-probs of the first positions, `(size, TOP)`."""
+        self.continue_at(size)
+        tokens, logprobs = np.array(self._tokens, np.int32), np.array(self._logprobs, np.float32)
+        return tokens.reshape(size, TOP), logprobs.reshape(size, TOP)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

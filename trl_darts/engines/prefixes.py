@@ -21,7 +21,7 @@ import numpy as np
 
 from ..policy.verification import draw_residual, num_accepted
 from ..scheduling import Candidate, FinishReason, GroupPlan, PartialCandidate, RolloutResult
-from .answers import TOP, Answer, AnswerStore
+from .answers import TOP, Answer, AnswerStore, TopTokens
 from .failures import FAILURES, describe
 from .pool import Member, State
 from .vllm_api import ServerPrompt, top_of
@@ -93,7 +93,7 @@ class VerifiedPrefixes:
         self.max_length = max_length
         self.num_rollouts = 0
         self._seed = seed
-        self._tops: dict[tuple[int, int], Tops] = defaultdict(list)  # of the rollout, by group and index
+        self._tops: dict[tuple[int, int], TopTokens] = defaultdict(TopTokens)  # of the rollout, by group and index
         self._reused_share = 1.0
         self._pause = 0  # rollouts
         self._counts: Counter[str] = Counter()
@@ -186,7 +186,7 @@ class VerifiedPrefixes:
         self._counts["reused"] += count
         self._counts["answers"] += 1
         self._counts["whole"] += count == len(answer)
-        kept, kept_logprobs, tops = tokens[:count], logprobs[:count], list(new[:count])
+        kept, kept_logprobs = tokens[:count], logprobs[:count]
         if count < len(tokens):
             old = answer.top(count)
             if old:
@@ -196,8 +196,9 @@ class VerifiedPrefixes:
             self._unknown += unknown
             if token is not None:
                 kept, kept_logprobs = [*kept, token], [*kept_logprobs, new[count][token]]
-                tops.append(new[count])
-        self._tops[place] = tops
+        self._tops[place].continue_at(0)
+        for top in new[: len(kept)]:
+            self._tops[place].add(top)
         return PartialCandidate(kept, kept_logprobs, self._reason(kept, answer.ended and count == len(answer)))
 
     def _reason(self, tokens: Sequence[int], ended: bool) -> FinishReason | None:
@@ -208,16 +209,15 @@ class VerifiedPrefixes:
     def note(self, group_id: int, index: int, offset: int, tops: Sequence[Any]) -> None:
         """Notes the likeliest tokens of a chunk that begins after `offset` tokens."""
         known = self._tops[group_id, index]
-        del known[offset:]  # of a server that was lost
-        known.extend(map(top_of, tops))
+        known.continue_at(offset)  # a server may have been lost, or it continues from an earlier rollout
+        for top in tops:
+            known.add(top_of(top))
 
     def keep(self, result: RolloutResult) -> None:
         """Keeps the rows of a rollout's complete groups."""
         for group in result.groups:
-            rows = [
-                (candidate, self._tops.get((group.plan.group_id, candidate.index), [])) for candidate in group.rows
-            ]
-            answers = [_answer(candidate, tops) for candidate, tops in rows if candidate.logprobs and candidate.length]
+            rows = [(row, self._tops[group.plan.group_id, row.index]) for row in group.rows]
+            answers = [_answer(row, tops) for row, tops in rows if row.logprobs]
             if answers:
                 self.store.put(group.plan.prompt_key, answers)
         self._tops.clear()
@@ -236,17 +236,6 @@ class VerifiedPrefixes:
         return metrics
 
 
-def _likeliest(top: Mapping[int, float]) -> dict[int, float]:
-    """Returns the likeliest tokens: servers add the answer's own token to them."""
-    return dict(sorted(top.items(), key=lambda item: -item[1])[:TOP])
-
-
-def _answer(candidate: Candidate, tops: Sequence[Mapping[int, float]]) -> Answer:
-    size = candidate.length
-    top_tokens, top_logprobs = np.full((size, TOP), -1, np.int32), np.full((size, TOP), -np.inf, np.float32)
-    for place, top in enumerate(tops[:size]):
-        own = _likeliest(top)
-        top_tokens[place, : len(own)], top_logprobs[place, : len(own)] = list(own), list(own.values())
-    ended = candidate.finish_reason is FinishReason.STOP
-    tokens, logprobs = np.array(candidate.tokens, np.int32), np.array(candidate.logprobs, np.float32)
-    return Answer(tokens, logprobs, top_tokens, top_logprobs, ended)
+def _answer(row: Candidate, tops: TopTokens) -> Answer:
+    tokens, logprobs = np.array(row.tokens, np.int32), np.array(row.logprobs, np.float32)
+    return Answer(tokens, logprobs, *tops.arrays(row.length), ended=row.finish_reason is FinishReason.STOP)

@@ -301,9 +301,20 @@ class ServerTurns:
 
     def decode(self, conversation: int, turn: int, prompt: Tokens) -> tuple[Tokens, list[float] | None]:
         """Decodes a turn of a conversation whose tokens so far are `prompt`. Called in any thread."""
-        group_id = turn * self._num_conversations + conversation
-        row = self._engine.call(self._run.decode(group_id, ServerPrompt(prompt), self._owner.room_after(prompt)))
-        return list(row.tokens), row.logprobs
+        return self._engine.wait(self.start(conversation, turn, prompt))
+
+    def start(
+        self, conversation: int, turn: int, prompt: Tokens, most: int | None = None
+    ) -> Future[tuple[Tokens, list[float] | None]]:
+        """Starts to decode a turn, of at most so many tokens."""
+        room = self._owner.room_after(prompt)
+
+        async def decode() -> tuple[Tokens, list[float] | None]:
+            group_id = turn * self._num_conversations + conversation
+            row = await self._run.decode(group_id, ServerPrompt(prompt), room if most is None else min(room, most))
+            return list(row.tokens), row.logprobs
+
+        return self._engine.submit(decode())
 
     def tend(self) -> None:
         """Called in the main thread while turns decode."""

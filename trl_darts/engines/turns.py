@@ -8,39 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..scheduling import Candidate, EngineLoad, Event, GroupPlan, SchedulePolicies, Scheduler
-from ..scheduling.continuous import Continuous
-from ..scheduling.policies import LeastLoaded
+from ..scheduling import Candidate, Continuous, Event, GroupPlan, SchedulePolicies, Scheduler
+from ..scheduling.placement import Homes
 from .monitor import Monitor
 from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt
 from .vllm_rollout import RolloutRun
 from .waiting import Deadlines, Waiting
-
-
-class Homes(LeastLoaded):
-    """
-    Sends a conversation's turns to the server that has its beginning in the prefix cache, unless that one has over
-    twice as many turns as another. The ID of a turn's group is that of its conversation modulo `num_conversations`.
-    """
-
-    def __init__(self, num_conversations: int) -> None:
-        super().__init__()
-        self._num_conversations = num_conversations
-
-    def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
-        free = [engine for engine in engines if engine.has_room]
-        if not free:
-            return None
-        own = candidate.group_id % self._num_conversations
-        least = min(free, key=lambda engine: engine.num_running)
-        home = next((engine for engine in free if engine.engine_id == self._homes.get(own)), least)
-        chosen = home if home.num_running <= 2 * least.num_running + 1 else least
-        self._homes[own] = chosen.engine_id
-        return chosen.engine_id
-
-    def forget(self, group_ids: Sequence[int]) -> None:
-        """Nothing: the conversation goes on."""
 
 
 class TurnRun(RolloutRun):

@@ -1,6 +1,6 @@
 """
-Placement over processes that each decode a part of the batch. It is decided before the rollout, because candidates
-can't be added to a running `generate`.
+Placement over processes that each decode a part of the batch, decided before the rollout, because candidates can't be
+added to a running `generate`; in an order of expected lengths; and of the turns of conversations.
 """
 
 import heapq
@@ -80,6 +80,31 @@ class AssignedPlacement(LengthOrder):
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         return self.engine_ids[candidate.group_id][candidate.index]
+
+
+class Homes(LeastLoaded):
+    """
+    Sends a conversation's turns to the server that has its beginning in the prefix cache, unless that one has over
+    twice as many turns as another. The ID of a turn's group is that of its conversation modulo `num_conversations`.
+    """
+
+    def __init__(self, num_conversations: int) -> None:
+        super().__init__()
+        self._num_conversations = num_conversations
+
+    def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
+        free = [engine for engine in engines if engine.has_room]
+        if not free:
+            return None
+        own = candidate.group_id % self._num_conversations
+        least = min(free, key=lambda engine: engine.num_running)
+        home = next((engine for engine in free if engine.engine_id == self._homes.get(own)), least)
+        chosen = home if home.num_running <= 2 * least.num_running + 1 else least
+        self._homes[own] = chosen.engine_id
+        return chosen.engine_id
+
+    def forget(self, group_ids: Sequence[int]) -> None:
+        """Nothing: the conversation goes on."""
 
 
 def known_lengths(expected_lengths: Sequence[float]) -> list[float]:

@@ -6,6 +6,7 @@ all have answered. Here the same loop runs once for each row, in a thread of its
 this row alone. Nothing else changes: masks, limits, errors of tools and their order are TRL's.
 """
 
+import asyncio
 import copy
 import threading
 import time
@@ -57,7 +58,8 @@ class Conversations:
 
     Args:
         trainer (`DARTSGRPOTrainer`):
-            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once.
+            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once, and have
+            `tool_timeout_s` to answer.
         loop (`Callable`):
             TRL's `_tool_call_loop`, which takes the trainer first.
         turns (`Turns`):
@@ -69,6 +71,7 @@ class Conversations:
         self._loop = loop
         self._turns = turns
         self._room = threading.Semaphore(trainer.args.max_concurrent_tools)
+        self._timeout: float | None = trainer.args.tool_timeout_s
         self._tokenizer = Serial(trainer.processing_class, threading.RLock())
         self._stopped = threading.Event()
         self.num_turns = 0
@@ -128,7 +131,7 @@ class Conversations:
         trainer = self._trainer
         view = copy.copy(trainer)
         view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in trainer._sync_tool_dicts[row].items()}]
-        view._async_tool_dicts = [trainer._async_tool_dicts[row]]
+        view._async_tool_dicts = [{name: self._awaited(tool) for name, tool in trainer._async_tool_dicts[row].items()}]
         if trainer.environment_factories is not None:
             view._batch_environments = [trainer._batch_environments[row]]
         view.processing_class = view._tokenizer = self._tokenizer
@@ -149,9 +152,43 @@ class Conversations:
     def _limited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
             with self._room:
-                return tool(**arguments)
+                return tool(**arguments) if self._timeout is None else _within(self._timeout, tool, arguments)
 
         return call
+
+    def _awaited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> Any:
+            limit = asyncio.timeout(self._timeout)
+            try:
+                async with limit:
+                    return await tool(**arguments)
+            except TimeoutError:
+                if limit.expired():
+                    raise _too_late(self._timeout) from None
+                raise
+
+        return call
+
+
+def _within(seconds: float, tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Calls a tool in a thread that is left alone if it takes too long: threads can't be stopped."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(tool(**arguments))
+        except BaseException as error:  # raised where the answer is waited for
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="trl_darts-tool", daemon=True).start()
+    wait([answer], seconds)
+    if not answer.done():
+        raise _too_late(seconds)
+    return answer.result()
+
+
+def _too_late(seconds: float | None) -> TimeoutError:
+    return TimeoutError(f"no answer within `tool_timeout_s` ({seconds} s)")
 
 
 def _joined(outcomes: Sequence[Outcome], has_logprobs: bool) -> Outcome:

@@ -1,0 +1,110 @@
+"""Coroutines that lead conversations, on a real server: what is trained on, at the same time, and errors."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tests.builders import letter_of, make_args, make_trainer, record_batches, rollout_logs
+from tests.test_trainer_server import server_args
+from trl_darts import Session, session_reward
+from trl_darts.errors import ConfigurationError, GenerationError
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")]
+
+FIELDS = {"schedule": "grpo", "max_completion_length": 40}
+
+
+def trainer_of(server, model_dir, tmp_path, play, **fields):
+    args = server_args(tmp_path, server, **{**FIELDS, "max_steps": 2, **fields})
+    return make_trainer(model_dir, args, rollout_func=play, reward_funcs=session_reward)
+
+
+def test_what_the_model_wrote_is_trained_on(server, model_dir, tmp_path):
+    played = []
+
+    async def play(session: Session, example: dict) -> None:
+        assert example["prompt"] == session.prompt
+        first = await session.generate(max_tokens=6)
+        before = session.num_left
+        assert session.append(session.prompt[-1])  # the model goes on with the same letter
+        assert session.num_left == before - 1
+        assert not session.append("x" * session.num_left)  # nothing of it
+        second = await session.generate()
+        session.reward = float(len(second) % 3)
+        played.append((first, second, session))
+
+    trainer = trainer_of(server, model_dir, tmp_path, play, learning_rate=0.0)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert len(played) == 32
+    for first, second, session in played:
+        assert len(session.completion_ids) == len(session.mask) == len(session.logprobs) <= 40
+        written = [token for token, own in zip(session.completion_ids, session.mask, strict=True) if own]
+        assert sum(1 - own for own in session.mask) == 1
+        own = [letter_of(token) in (session.prompt[-1], None) for token in written]
+        assert sum(own) > 0.6 * len(own)  # seldom, the chain leaves its class
+        assert first + session.prompt[-1] + second == session.text
+    for batch in batches:
+        appended = (batch["completion_mask"] - batch["tool_mask"] * batch["completion_mask"]).sum(dim=1)
+        assert appended.tolist() == [1] * 16
+    for entry in rollout_logs(trainer):  # log-probs are those of the tokens
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    means = [sum(session.reward for *_, session in played[start : start + 16]) / 16 for start in (0, 16)]
+    assert rewards == pytest.approx(means)
+
+
+def test_all_at_once(server, model_dir, tmp_path):
+    async def play(session: Session, example: dict) -> None:
+        await session.generate(4)
+        await asyncio.sleep(0.5)
+        await session.generate(4)
+        session.reward = float(len(session.text))
+
+    begin = time.monotonic()
+    trainer_of(server, model_dir, tmp_path, play, max_steps=1).train()
+    assert time.monotonic() - begin < 16 * 0.5
+
+
+def test_no_token_is_left(server, model_dir, tmp_path):
+    async def play(session: Session, example: dict) -> None:
+        while session.num_left:
+            await session.generate()
+            session.append("x")
+        assert await session.generate() == ""
+
+    trainer_of(server, model_dir, tmp_path, play, max_steps=1).train()
+
+
+def test_an_error_ends_the_others(server, model_dir, tmp_path):
+    ended = []
+
+    async def play(session: Session, example: dict) -> None:
+        try:
+            await session.generate(4)
+            if not ended:
+                raise ValueError("the board is broken")
+            await asyncio.sleep(60)
+        finally:
+            ended.append(session)
+
+    trainer = trainer_of(server, model_dir, tmp_path, play)
+    with pytest.raises(ValueError, match="the board is broken"):
+        trainer.train()
+    assert len(ended) == 16
+    assert not any(thread.name == "trl_darts-sessions" for thread in threading.enumerate())
+
+
+def test_bad_input(server, model_dir, tmp_path):
+    async def play(session: Session, example: dict) -> None:
+        session.append("only I")
+
+    with pytest.raises(GenerationError, match=r"`rollout_func` \('play'\) ended without `await session.generate"):
+        trainer_of(server, model_dir, tmp_path, play).train()
+    with pytest.raises(
+        ConfigurationError, match=r"`rollout_func` \('play'\) is a coroutine, whose turns vLLM servers"
+    ):
+        make_trainer(model_dir, make_args(tmp_path, schedule="grpo"), rollout_func=play)
