@@ -1,5 +1,7 @@
 """Tests `on_generation_error="drop_group"` with a real server: a dropped group has zero loss weight."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from trl import GRPOTrainer
@@ -157,6 +159,7 @@ def test_filler_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", tool_call_loop)
     trainer = make_trainer(model_dir, server_args(tmp_path, server))
+    trainer._engine.turns = lambda num_conversations: nullcontext()  # else each row has a loop of its own
     trainer._batch = Batch(fillers=frozenset([1]))
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     trainer._tool_call_loop(["p"] * 3, [[5]] * 3, [[6]] * 3, [[dict(call)] for _ in range(3)], None, None, {})
