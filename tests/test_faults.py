@@ -50,10 +50,10 @@ def during_rollouts(trainer, act):
     engine, schedulers = trainer.vllm_generation.engine, []
     run = engine.run
 
-    def watched(scheduler, plans, prompts, body, overrides, on_progress, seed):
+    def watched(scheduler, plans, prompts, body, overrides, on_progress, *more):
         number = len(schedulers)
         schedulers.append(scheduler)
-        return run(scheduler, plans, prompts, body, overrides, lambda ledger: act(ledger, number), seed)
+        return run(scheduler, plans, prompts, body, overrides, lambda ledger: act(ledger, number), *more)
 
     engine.run = watched
     return schedulers
