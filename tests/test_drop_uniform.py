@@ -11,8 +11,8 @@ import torch
 
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches
 from tests.model_server import model_server
-from trl_darts.buffer.scores import GroupScores
 from trl_darts.errors import ConfigurationError, GenerationError
+from trl_darts.training.rows import is_uniform
 
 
 pytestmark = pytest.mark.vllm  # TRL imports it; a real server: `tests/launches/test_two_processes.py`
@@ -140,7 +140,7 @@ def test_the_data_is_passed_over_again_and_resumed(model_dir, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("rewards", "mode", "is_uniform"),
+    ("rewards", "mode", "expected"),
     [
         ([[1.0, 0.5], [1.0, 0.5]], "sum_then_normalize", True),
         ([[1.0, 0.0], [0.0, 1.0]], "sum_then_normalize", True),  # the sum is constant
@@ -150,14 +150,13 @@ def test_the_data_is_passed_over_again_and_resumed(model_dir, tmp_path, monkeypa
         ([[1.0, 0.0], [None, None]], "sum_then_normalize", True),  # TRL gives such a row no advantage
     ],
 )
-def test_what_has_no_spread(rewards, mode, is_uniform):
+def test_what_has_no_spread(rewards, mode, expected):
     class Trainer:
         reward_weights = torch.ones(2)
         multi_objective_aggregation = mode
 
-    scores = GroupScores(Trainer(), None, None, None)  # type: ignore[arg-type]
     values = torch.tensor([[float("nan") if value is None else value for value in row] for row in rewards])
-    assert scores._is_uniform(values) == is_uniform
+    assert is_uniform(values, Trainer()) == expected
 
 
 @pytest.mark.parametrize(
