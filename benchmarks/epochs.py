@@ -18,6 +18,7 @@ different answers within a group, and the share that is not among those of the p
 """
 
 from collections import defaultdict
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,9 +26,9 @@ from benchmarks import parts
 from benchmarks.async_grpo import FileTransfer
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import TOKENIZER, grade_reward, half_reward, load_model, make_dataset
-from benchmarks.peers import PER_TOKEN, Clock
+from benchmarks.peers import PER_TOKEN, ROWS, Clock
 from benchmarks.servers import make_trainer
-from benchmarks.training import NUM_GENERATIONS, server_of, task_args
+from benchmarks.training import server_of, task_args
 
 
 NUM_PROMPTS = 128
@@ -92,15 +93,11 @@ def run(shared: Shared, world: str, seed: int, arm: str, steps: int, per_token: 
         "reward": by_step["reward"][-1],
         "rollouts": sum(by_step["rollout"]) + sum(by_step["verification"]),
         "decoded": sum(by_step["decoded"]),
-        "kept_over_plain": sum(by_step["trained"]) / (steps * 32 * NUM_GENERATIONS) / _mean(by_step["mean"]),
-        "distinct": _mean(reward.distinct),
-        "new": _mean(reward.new) if reward.new else 1.0,
+        "kept_over_plain": sum(by_step["trained"]) / (steps * ROWS) / fmean(by_step["mean"]),
+        "distinct": fmean(reward.distinct),
+        "new": fmean(reward.new) if reward.new else 1.0,
         "by_step": by_step,
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 BENCHMARK = Benchmark(

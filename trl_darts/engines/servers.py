@@ -72,12 +72,12 @@ class ServerEngine(Engine):
         self._in_flight = True
 
     def _launch(self, plan: Any, batch: PromptBatch) -> None:
-        self._bring_back()
+        self.bring_back()
         self._launched = plan, self._generation.own_engine.start(*self._request(plan, batch), plan.reuse)
 
     def extend(self, plan: RolloutPlan, batch: PromptBatch) -> None:
         """See [`Engine`]."""
-        self._bring_back()
+        self.bring_back()
         scheduler, groups, prompts, body, fields, seed = self._request(plan, batch)
         engine = self._generation.own_engine
         if self._continuous is None:
@@ -95,7 +95,7 @@ class ServerEngine(Engine):
         def tend() -> None:
             if on_progress is not None:
                 on_progress(plan.scheduler.ledger)
-            self._bring_back()
+            self.bring_back()
             self._check_weights()
 
         return engine.wait(engine.submit(run.take(plan.takes)), tend)
@@ -158,10 +158,6 @@ class ServerEngine(Engine):
         self.check_prompts([prompt], "this batch", room=1)
         return min(self._generation.max_completion_length, self._generation.facts.max_model_len - len(prompt))
 
-    def bring_back(self) -> None:
-        """Sends the weights to servers that reconnected. Called in the main thread."""
-        self._bring_back()
-
     def check_prompts(
         self, prompts: Sequence[Tokens], where: str, first_index: int = 0, room: int | None = None
     ) -> None:
@@ -198,17 +194,18 @@ class ServerEngine(Engine):
         if self._launched is not None and self._launched[0] is plan:
             (_, rollout), self._launched = self._launched, None
             return self._wait_launched(plan, rollout, on_progress)
-        self._bring_back()
+        self.bring_back()
 
         def tend(ledger: Ledger) -> None:
             if on_progress is not None:
                 on_progress(ledger)
-            self._bring_back()
+            self.bring_back()
 
         scheduler, groups, prompts, body, fields, seed = self._request(plan, batch, images, room)
         return self._generation.own_engine.run(scheduler, groups, prompts, body, fields, tend, seed, plan.reuse)
 
-    def _bring_back(self) -> None:
+    def bring_back(self) -> None:
+        """Sends the weights to servers that reconnected. Called in the main thread."""
         if self._main.is_here:
             self._generation.bring_back()
 

@@ -29,6 +29,11 @@ class Turns(Protocol):
     def decode(self, conversation: int, turn: int, prompt: Tokens) -> tuple[Tokens, list[float] | None]:
         """Decodes a turn of a conversation whose tokens so far are `prompt`."""
 
+    def start(
+        self, conversation: int, turn: int, prompt: Tokens, most: int
+    ) -> Future[tuple[Tokens, list[float] | None]]:
+        """Starts to decode at most so many tokens of a turn."""
+
     def tend(self) -> None:
         """Called in the main thread while turns decode."""
 

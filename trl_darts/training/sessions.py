@@ -14,26 +14,14 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GenerationError
-from .conversations import POLL_S
+from .conversations import POLL_S, Turns
 from .rows import Tokens
 
 
 Play = Callable[["Session", dict[str, Any]], Awaitable[None]]
-
-
-class Turns(Protocol):
-    """What decodes turns."""
-
-    def start(
-        self, conversation: int, turn: int, prompt: Tokens, most: int
-    ) -> Future[tuple[Tokens, list[float] | None]]:
-        """Starts to decode at most so many tokens of a conversation whose tokens so far are `prompt`."""
-
-    def tend(self) -> None:
-        """Called in the main thread while turns decode."""
 
 
 class Session:
