@@ -21,6 +21,7 @@ from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 logger = get_logger(__name__)
 
+ENDED = "`tools`, whose conversations end with their rollout"
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
 GREEDY = 1e-5  # vLLM does not sample below this temperature
 # Sampling options that change probabilities, with values that don't.
@@ -64,8 +65,8 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
         raise ConfigurationError(
             f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
         )
-    args.resolve()
-    if turns is not None and args.over_provisions:
+    args.resolve(Facts(no_deferral=ENDED) if turns == "tools" else None)
+    if turns and args.over_provisions and not (turns == "tools" and _plays_candidates(args)):
         reason = f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
         args.resolve(Facts(whole_groups=reason))
         logger.warning(
@@ -74,6 +75,11 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             "`schedule='grpo'`."
         )
     args.check_start()
+
+
+def _plays_candidates(args: Any) -> bool:
+    """Whether candidates with tools are whole conversations."""
+    return bool(args.uses_servers and not args.buffers_prompts and not args.tail_urls)
 
 
 def check_objects(model: Any, callbacks: Any) -> None:
@@ -225,10 +231,15 @@ def check_prompt_lengths(trainer: Any) -> None:
 
 def _check_turns(trainer: Any) -> None:
     """
-    Raises if the later turns of a tool loop would be collective operations. Their number differs between processes.
-    TRL does not check this and deadlocks.
+    Raises for conversations that can't be chosen among, and if the later turns of a tool loop would be collective
+    operations: their number differs between processes. TRL does not check this and deadlocks.
     """
     args = trainer.args
+    if trainer._is_vlm and trainer.tools and args.over_provisions:
+        raise ConfigurationError(
+            f"`schedule` ({args.schedule!r}) chooses among conversations of text, and does not run with `tools` and a "
+            "vision-language model, whose tools may answer with images. Set `schedule='grpo'`."
+        )
     if trainer.accelerator.num_processes == 1 or not (trainer.tools or trainer.environment_factories):
         return
     cause = None
@@ -290,6 +301,8 @@ def _not_buffered(trainer: Any) -> tuple[str | None, str]:
     args = trainer.args
     if trainer.environment_factories is not None:
         return "`environment_factory`, which creates the prompts of each batch", "Leave one of them out"
+    if args.over_provisions and trainer.tools:
+        return ENDED, "Set `defer_unsettled_groups=False`"
     if (args.drop_uniform_groups or args.scores_early) and trainer.tools:
         return "`tools`: rewards are only known after the tool loops", "Leave one of them out"
     if args.kv_after_update == "keep" and trainer.tools:

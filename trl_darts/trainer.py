@@ -48,6 +48,7 @@ from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.rollout_log import RolloutLog
 from .telemetry.stopwatch import REST, StepParts, Stopwatch
+from .training.candidates import CandidateRun
 from .training.conversations import Conversations
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
@@ -151,7 +152,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        check_arguments(args, rollout_func, "tools" if tools else environment_factory and "environment_factory")
+        check_arguments(args, rollout_func, "environment_factory" if environment_factory else tools and "tools")
         if environment_factory is None:  # otherwise it makes the prompts of each batch
             check_data(args, train_dataset, eval_dataset, None if rollout_func else reward_funcs)
         warn_of_other_model(args, name)
@@ -225,6 +226,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             with self._clock.on("rollout"):
                 rows = self._source.sample(prompts)
             self._batch.fillers = frozenset() if rows is None else rows.fillers
+            self._batch.outcome = getattr(rows, "outcome", None)
         if rows is None:
             turn = super()._generate_single_turn
             return turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -245,7 +247,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 watched = self._preemption.watching(progress)
                 on_progress = main.run(lambda: streams.watch(batch.longest, watched, source.round_ids()), meanwhile)
                 with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
-                    result: Any = self._engine.run(plan, batch, on_progress, meanwhile)
+                    result: Any = source.run(plan, batch, on_progress, meanwhile)
         except WeightsLostError as error:  # a rollout that was launched ahead
             logger.warning(f"{error} The rollout restarts with the new weights.")
             self._last_loaded_step = -1
@@ -320,6 +322,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self._batch.outcome is not None:
+            return self._batch.outcome
         first = self.accelerator.process_index * len(prompts)
         for row in self._batch.fillers.intersection(range(first, first + len(prompts))):
             completions[row - first][0].pop("tool_calls", None)  # the server rejected the filler rows' prompts
@@ -351,6 +355,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             turns_per_row = conversations.num_turns / len(prompts)
             self._log_all({"darts/tools/seconds": conversations.seconds, "darts/tools/turns": turns_per_row})
         return outcome
+
+    def _candidates(self, parse: Callable[..., Any], turns: Any, batch: PromptBatch, messages: Any) -> CandidateRun:
+        """Returns a rollout whose candidates are conversations."""
+        return CandidateRun(self, GRPOTrainer._tool_call_loop, parse, turns, batch, messages)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)

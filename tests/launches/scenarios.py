@@ -137,12 +137,21 @@ def interrupted(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
 MULTIPLY = {tool_call("multiply", a=3, b=b): str(3 * b) for b in range(2 * CLASS_SIZE)}
 
 
-def call_tools(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+class Multiplier:
+    """An environment with the tool."""
+
+    def reset(self, **kwargs: Any) -> None:
+        """Nothing to begin with."""
+
+    multiply = staticmethod(multiply)
+
+
+def call_tools(model_dir: Path, out: Path, url: str | None, **actors: Any) -> dict[str, Any]:
     """Two rows in five go on with a call, so that loops of tools differ in length from process to process."""
     reader, turns = Reader(), []
     fields = {"max_completion_length": 200, "max_steps": 6, "learning_rate": 0.0, **engine_settings(SERVER, url)}
     tokenizer = make_chat_tokenizer([*MULTIPLY, *(f"<{token}>" for token in range(3 * CLASS_SIZE))], tools=True)
-    trainer = tool_trainer(model_dir, out, reader, tools=[multiply], fields=fields, processing_class=tokenizer)
+    trainer = tool_trainer(model_dir, out, reader, fields=fields, processing_class=tokenizer, **actors)
     rollout, later_turns = trainer._rollout, trainer._engine.turns
     trainer._rollout = lambda *args: turns.append("training") or rollout(*args)
 
@@ -285,7 +294,8 @@ BACKENDS: dict[str, dict[str, Play]] = {
         ),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
-        "tools": call_tools,
+        "tools": partial(call_tools, tools=[multiply]),
+        "environments": partial(call_tools, environment_factory=Multiplier),
     },
     "fsdp2": {
         "trimmed": trim_padding,
@@ -315,6 +325,7 @@ NEED_A_SERVER = {
     "refused group",
     "streamed",
     "tools",
+    "environments",
     "ahead",
     "continuous",
     "waves",

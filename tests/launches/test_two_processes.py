@@ -276,16 +276,35 @@ def turns_per_step(turns: list[str]) -> list[int]:
     return counts
 
 
+def check_answers(rank):
+    """Each call got its answer, or had no room for it."""
+    assert any(rank["answers"])
+    for calls, answers in zip(rank["calls"], rank["answers"], strict=True):
+        assert answers == [MULTIPLY[call] for call in calls[: len(answers)]]
+
+
+@pytest.mark.vllm
+def test_the_main_process_plays_the_conversations_of_all(launches):
+    """More than are trained on, and each process has its rows with what tools said."""
+    ranks = launches("ddp", "tools")
+    for rank in ranks:
+        check_answers(rank)
+        assert rank["turns"].count("training") == 6
+    assert "later" not in ranks[1]["turns"]
+    log = [line for line in ranks[0]["log"] if "darts/budget/total" in line]
+    assert all(float(line["darts/budget/total"]) > 16.0 for line in log)
+    assert sum(float(line["darts/rollout/aborted_candidates"]) for line in log) > 0
+    assert all(float(line["darts/tools/turns"]) > 0.0 for line in log)
+
+
 @pytest.mark.vllm
 def test_tool_loops_of_different_length(launches):
     """Their later turns differ in number, and no process waits for the other's."""
-    ranks = launches("ddp", "tools")
+    ranks = launches("ddp", "environments")
     later = [turns_per_step(rank["turns"]) for rank in ranks]
     assert len(later[0]) == len(later[1]) == 6
     assert later[0] != later[1]  # else nothing was tested
     for rank in ranks:
-        assert any(rank["answers"])
-        for calls, answers in zip(rank["calls"], rank["answers"], strict=True):
-            assert answers == [MULTIPLY[call] for call in calls[: len(answers)]]  # some have no room for an answer
+        check_answers(rank)
     totals = [float(line["darts/budget/total"]) for line in ranks[0]["log"] if "darts/budget/total" in line]
     assert {*totals} == {16.0}  # no candidate is chosen by its first turn

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 
 from ..engines.batch import PromptBatch
 from ..telemetry.metrics import ratio_metrics
+from ..training.conversations import Outcome
 from ..training.rows import Ages, KeptRows, Tokens, forget_stale_logprobs, mask_fillers, mask_stale
 from .feed import Rows
 
@@ -46,6 +47,7 @@ class Batch:
 
     inputs: Rows = field(default_factory=list)
     fillers: frozenset[int] = frozenset()  # filler rows, over all processes
+    outcome: Outcome | None = None  # of TRL's tool loop, where it was played during the rollout
     kept: KeptRows | None = None  # completions that were decoded before
     prompts: Sequence[Tokens] = ()  # of each row, with which they were decoded
     ages: Ages = ()  # of each row

@@ -10,6 +10,7 @@ from ..streaming import decode_completions
 from .batches import BufferedBatches
 from .buffer_source import BufferSource
 from .continuous_source import ContinuousSource
+from .conversation_source import ConversationSource
 from .feed import PromptFeed
 from .rounds import ContinuousRounds, round_policy
 from .scores import GroupScores
@@ -52,13 +53,19 @@ def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
     return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop, make_skips)
 
 
+def plays_candidates(trainer: Any) -> bool:
+    """Whether candidates are conversations from their first turn on, where no buffer keeps prompts."""
+    has_tools = bool(trainer.tools) and trainer.environment_factories is None
+    return has_tools and bool(trainer.args.uses_servers) and not trainer._is_vlm
+
+
 def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     """Returns the sources of training and of evaluation. Engines in the trainer's process leave evaluation to TRL."""
     args, batches = trainer.args, trainer._batches
     trainer = weakref.proxy(trainer)  # no cycle: connections and threads end with the trainer
     evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
     if batches is None:
-        return LoaderSource(trainer), evaluation
+        return (ConversationSource if plays_candidates(trainer) else LoaderSource)(trainer), evaluation
     if args.stream_training:
         return WaveSource(trainer, batches), evaluation
     if args.is_continuous:

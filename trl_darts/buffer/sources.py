@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from accelerate.logging import get_logger
 
 from ..engines.batch import PromptBatch
-from ..engines.engine import RolloutPlan
+from ..engines.engine import OnProgress, RolloutPlan
 from ..scheduling import (
     Admission,
     GroupPlan,
@@ -115,6 +115,13 @@ class RolloutSource(TRLSource, Generic[R]):
         admission, groups, policies = self.decide(batch, self.number + ahead)
         reuse = self.trainer._reuse if self.trains else None
         return RolloutPlan(admission, groups, self.scheduler(policies, batch.num_generations), reuse=reuse)
+
+    def run(
+        self, plan: Any, batch: PromptBatch, on_progress: OnProgress | None, meanwhile: Callable[[], None] | None
+    ) -> RolloutResult | None:
+        """Runs a rollout, see [`Engine.run`]."""
+        result: RolloutResult | None = self.trainer._engine.run(plan, batch, on_progress, meanwhile)
+        return result
 
     def scheduler(self, policies: SchedulePolicies, num_generations: int) -> Scheduler:
         """Returns what decides during a rollout. Called on the main process."""

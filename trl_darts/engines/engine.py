@@ -80,6 +80,18 @@ class Engine(ABC):
         """
         return nullcontext()
 
+    def converse(
+        self,
+        num_conversations: int,
+        play: Callable[[Turns], RolloutResult],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> RolloutResult | None:
+        """
+        Has the main process `play` conversations with what decodes their turns, and returns its result there. Raises
+        for an engine in the trainer's process.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         """Starts a rollout of text and returns at once. Raises for an engine in the trainer's process."""

@@ -60,11 +60,15 @@ class ServerEngine(Engine):
         images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
         self._in_flight = False
         result: RolloutResult | None = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
+        self._tell_state()
+        return result
+
+    def _tell_state(self) -> None:
+        """Tells all processes what the main process knows of the servers."""
         if self._main.num_processes > 1:
             state = self._main.broadcast(lambda: self._generation.engine.state)
             if not self._main.is_here:
                 self._generation.own_engine.follow(*state)
-        return result
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         """See [`Engine`]."""
@@ -152,6 +156,23 @@ class ServerEngine(Engine):
         finally:
             future.cancel()
             engine.call(engine.idle())
+
+    def converse(
+        self,
+        num_conversations: int,
+        play: Callable[["ServerTurns"], RolloutResult],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> RolloutResult | None:
+        """See [`Engine`]."""
+
+        def run() -> RolloutResult:
+            self.bring_back()
+            with self.turns(num_conversations) as turns:
+                return play(turns)
+
+        result: RolloutResult | None = self._main.run(run, meanwhile)
+        self._tell_state()
+        return result
 
     def room_after(self, prompt: Tokens) -> int:
         """Returns the most tokens that can follow the tokens of a conversation. Raises if there is no room."""

@@ -38,6 +38,7 @@ class TurnRun(RolloutRun):
         self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
         self.rollout = None  # the deadline is for turns that decode, and not for tools
         self._ended: dict[int, asyncio.Future[None]] = {}  # by group
+        self._dropped: set[int] = set()  # groups whose requests end
         self.finished.add_done_callback(lambda _: self._wake(list(self._ended)))
 
     @property
@@ -45,7 +46,10 @@ class TurnRun(RolloutRun):
         return self.scheduler.error is not None and self.scheduler.done
 
     async def decode(self, group_id: int, prompt: ServerPrompt, max_tokens: int) -> Candidate:
-        """Decodes a turn, and returns it. Raises [`GenerationError`] if that, or another turn, fails."""
+        """
+        Decodes a turn, and returns it. If it is cancelled, the turn is aborted. Raises [`GenerationError`] if that, or
+        another turn, fails.
+        """
         if not self._ended:
             self.rollout = Waiting(self.deadlines.rollout_s)
         self._ended[group_id] = asyncio.get_running_loop().create_future()
@@ -59,13 +63,30 @@ class TurnRun(RolloutRun):
                 self.finished.result()
                 self.scheduler.result()  # raises why the run is over
             return self.scheduler.take([group_id], time.perf_counter()).groups[0].rows[0]
+        except asyncio.CancelledError:
+            self._drop(group_id)
+            raise
         finally:
             del self._ended[group_id], self.prompts[group_id], self._room[group_id]
             if not self._ended:
                 self.rollout = None
 
+    def _drop(self, group_id: int) -> None:
+        """Aborts a turn."""
+        if not self.finished.done():
+            self._dropped.add(group_id)
+            self._execute(self.scheduler.drop(group_id, "its conversation is over", time.perf_counter()))
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets aborted turns whose requests have ended."""
+        ended = [own for own in self._dropped if self.scheduler.has_ended([own])]
+        self._dropped.difference_update(ended)
+        self.scheduler.take(ended, time.perf_counter())
+
     def _report(self, event: Event) -> None:
         super()._report(event)
+        self._forget()
         self._wake([own for own in self.scheduler.takeable if self.scheduler.has_ended([own])])
 
     def _wake(self, group_ids: Sequence[int]) -> None:

@@ -170,6 +170,10 @@ class Scheduler:
                 self._select_rows(group)
         return commands
 
+    def drop(self, group_id: int, reason: str, now: float) -> list[Command]:
+        """Aborts the candidates of a group that nobody waits for any longer. Once they have ended, it can be taken."""
+        return self._drop(self.ledger.groups[group_id], reason, now)
+
     def has_ended(self, group_ids: Sequence[int]) -> bool:
         """Whether all candidates of these groups have ended."""
         return all(c.state in FINAL_STATES for group_id in group_ids for c in self.ledger.groups[group_id].candidates)

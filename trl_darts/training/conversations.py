@@ -11,8 +11,9 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Protocol
 
 from .rows import Tokens
@@ -38,12 +39,20 @@ class Turns(Protocol):
         """Called in the main thread while turns decode."""
 
 
-class Serial:
-    """Has an object's methods called by one thread at a time, as a tokenizer needs it."""
+class Over(BaseException):
+    """Ends a conversation that nobody waits for. Not an `Exception`, which would be a tool's answer."""
 
-    def __init__(self, wrapped: Any, lock: Any) -> None:
+
+class Serial:
+    """
+    Has an object's methods called by one thread at a time, as a tokenizer needs it. Raises [`Over`] in conversations
+    that are over: the main thread, which uses the tokenizer without the lock, no longer waits for them.
+    """
+
+    def __init__(self, wrapped: Any, lock: Any, over: threading.Event) -> None:
         self._wrapped = wrapped
         self._lock = lock
+        self._over = over
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._wrapped, name)
@@ -52,19 +61,76 @@ class Serial:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
+                if self._over.is_set():
+                    raise Over
                 return value(*args, **kwargs)
+
+        return call
+
+
+class Views:
+    """
+    Copies of a trainer that have one row each, for TRL's loop.
+
+    Args:
+        trainer (`DARTSGRPOTrainer`):
+            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once, and have
+            `tool_timeout_s` to answer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._room = threading.Semaphore(trainer.args.max_concurrent_tools)
+        self._timeout: float | None = trainer.args.tool_timeout_s
+        self.lock = threading.RLock()  # of the tokenizer
+
+    def of(self, row: int, decode: Callable[[Tokens], tuple[Tokens, Any]], over: threading.Event) -> Any:
+        """Returns a copy whose only row is this one, with the turns that `decode` returns until it is `over`."""
+        trainer = self._trainer
+        view = copy.copy(trainer)
+        view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in trainer._sync_tool_dicts[row].items()}]
+        view._async_tool_dicts = [{name: self._awaited(tool) for name, tool in trainer._async_tool_dicts[row].items()}]
+        if trainer.environment_factories is not None:
+            view._batch_environments = [trainer._batch_environments[row]]
+        view.processing_class = view._tokenizer = Serial(trainer.processing_class, self.lock, over)
+
+        def turn(prompt_ids: list[Tokens], *args: Any, **kwargs: Any) -> tuple[list[Tokens], list[Any] | None]:
+            if over.is_set():
+                raise Over
+            tokens, logprobs = decode(prompt_ids[0])
+            return [tokens], None if logprobs is None else [logprobs]
+
+        view._generate_single_turn = turn
+        return view
+
+    def _limited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            with self._room:
+                return tool(**arguments) if self._timeout is None else _within(self._timeout, tool, arguments)
+
+        return call
+
+    def _awaited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> Any:
+            limit = asyncio.timeout(self._timeout)
+            try:
+                async with limit:
+                    return await tool(**arguments)
+            except TimeoutError:
+                if limit.expired():
+                    raise _too_late(self._timeout) from None
+                raise
 
         return call
 
 
 class Conversations:
     """
-    Runs TRL's tool loop for each row of this process by itself.
+    Runs TRL's tool loop for each row of this process by itself, after the first turn of all.
 
     Args:
         trainer (`DARTSGRPOTrainer`):
-            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once, and have
-            `tool_timeout_s` to answer.
+            The trainer, see [`Views`].
         loop (`Callable`):
             TRL's `_tool_call_loop`, which takes the trainer first.
         turns (`Turns`):
@@ -75,10 +141,8 @@ class Conversations:
         self._trainer = trainer
         self._loop = loop
         self._turns = turns
-        self._room = threading.Semaphore(trainer.args.max_concurrent_tools)
-        self._timeout: float | None = trainer.args.tool_timeout_s
-        self._tokenizer = Serial(trainer.processing_class, threading.RLock())
-        self._stopped = threading.Event()
+        self._views = Views(trainer)
+        self._over = threading.Event()
         self.num_turns = 0
         self.seconds = 0.0
 
@@ -112,7 +176,7 @@ class Conversations:
                 self._wait(list(own.values()))
             outcomes |= {i: future.result() for i, future in own.items()}
         self.seconds = time.perf_counter() - begin
-        return _joined([outcomes[i] for i in range(len(prompts))], logprobs is not None)
+        return joined([outcomes[i] for i in range(len(prompts))], logprobs is not None)
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[ThreadPoolExecutor]:
@@ -121,7 +185,7 @@ class Conversations:
             try:
                 yield pool
             finally:
-                self._stopped.set()
+                self._over.set()
 
     def _wait(self, futures: list[Future[Outcome]]) -> None:
         pending: Any = futures
@@ -133,46 +197,13 @@ class Conversations:
 
     def _alone(self, row: int) -> Any:
         """Returns a copy of the trainer whose only row is this one."""
-        trainer = self._trainer
-        view = copy.copy(trainer)
-        view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in trainer._sync_tool_dicts[row].items()}]
-        view._async_tool_dicts = [{name: self._awaited(tool) for name, tool in trainer._async_tool_dicts[row].items()}]
-        if trainer.environment_factories is not None:
-            view._batch_environments = [trainer._batch_environments[row]]
-        view.processing_class = view._tokenizer = self._tokenizer
-        number = 0
+        numbers = count()
 
-        def turn(prompt_ids: list[Tokens], *args: Any, **kwargs: Any) -> tuple[list[Tokens], list[Any] | None]:
-            nonlocal number
-            if self._stopped.is_set():
-                raise CancelledError
-            tokens, logprobs = self._turns.decode(row, number, prompt_ids[0])
-            number += 1
+        def decode(prompt: Tokens) -> tuple[Tokens, list[float] | None]:
             self.num_turns += 1
-            return [tokens], None if logprobs is None else [logprobs]
+            return self._turns.decode(row, next(numbers), prompt)
 
-        view._generate_single_turn = turn
-        return view
-
-    def _limited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**arguments: Any) -> Any:
-            with self._room:
-                return tool(**arguments) if self._timeout is None else _within(self._timeout, tool, arguments)
-
-        return call
-
-    def _awaited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(**arguments: Any) -> Any:
-            limit = asyncio.timeout(self._timeout)
-            try:
-                async with limit:
-                    return await tool(**arguments)
-            except TimeoutError:
-                if limit.expired():
-                    raise _too_late(self._timeout) from None
-                raise
-
-        return call
+        return self._views.of(row, decode, self._over)
 
 
 def _within(seconds: float, tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -196,7 +227,7 @@ def _too_late(seconds: float | None) -> TimeoutError:
     return TimeoutError(f"no answer within `tool_timeout_s` ({seconds} s)")
 
 
-def _joined(outcomes: Sequence[Outcome], has_logprobs: bool) -> Outcome:
+def joined(outcomes: Sequence[Outcome], has_logprobs: bool) -> Outcome:
     """Joins the outcomes of single rows."""
     masks, completions, ids, logprobs, calls, failures, images = zip(*outcomes, strict=True)
     return (

@@ -168,6 +168,7 @@ def _run(plays: list[Any], turns: Turns) -> None:
     except BaseException:
         loop.call_soon_threadsafe(task.cancel)
         raise
+    thread.join()
     try:
         over.result()
     except BaseExceptionGroup as group:

@@ -1,0 +1,112 @@
+"""Conversations with tools as candidates, with a real vLLM server: whole rollouts, weights, what is refused."""
+
+import threading
+
+import pytest
+
+from benchmarks.tool_calls import make_chat_tokenizer
+from tests.builders import record_batches, record_rollouts, rollout_logs
+from tests.launches.scenarios import MULTIPLY
+from tests.test_trainer_server import server_args
+from tests.trl_parity.common import chats
+from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages
+from trl_darts import DARTSGRPOTrainer
+from trl_darts.errors import ConfigurationError
+
+
+pytestmark = pytest.mark.vllm
+
+
+def agent(server, model_dir, tmp_path, tools=(multiply,), **fields):
+    """Two answers in five of the server's model are calls."""
+    words = [*MULTIPLY, *(f"<{i}>" for i in range(len(MULTIPLY) * 3 // 2))]
+    fields = {"max_completion_length": 200, "max_steps": 3, "learning_rate": 0.0, **fields}
+    reader = Reader()
+    trainer = DARTSGRPOTrainer(
+        str(model_dir),
+        reader,
+        server_args(tmp_path, server, **fields),
+        chats(),
+        processing_class=make_chat_tokenizer(words, tools=True),
+        tools=list(tools),
+    )
+    return trainer, reader
+
+
+def check_rows(reader, batches):
+    """Calls were answered, and the tokens that the model did not sample are masked."""
+    rows = [row for batch in reader.batches for row in batch]
+    assert any(tool_messages(row) for row in rows)
+    for row in rows:
+        calls = [text for m in row[1] if m["role"] == "assistant" for text in said(m)[1:]]
+        answers = [message["content"] for message in tool_messages(row)]
+        assert answers == [MULTIPLY[call] for call in calls[: len(answers)]]
+    assert any((batch["tool_mask"] < batch["completion_mask"]).any() for batch in batches)
+
+
+@pytest.mark.parametrize("fields", [{}, {"schedule": "grpo"}, {"long_end_patience": "none"}], ids=str)
+def test_whole_conversations(server, model_dir, tmp_path, caplog, fields):
+    trainer, reader = agent(server, model_dir, tmp_path, **fields)
+    batches, rollouts = record_batches(trainer), record_rollouts(trainer)
+    trainer.train()
+    assert len(reader.batches) == 3
+    check_rows(reader, batches)
+    spare = trainer.args.over_provisions
+    for entry in rollout_logs(trainer):
+        assert (entry["darts/budget/total"] > 16) == spare
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3  # over all turns, of tokens with loss
+        assert entry["darts/tools/turns"] > 0
+        assert entry["darts/tools/kept_vs_pool_turns_ratio"] > 0
+    for batch, record in zip(batches, rollouts, strict=True):
+        kept = [group.lengths[i] for group in record.summaries for i in group.selected]
+        decoded = (batch["tool_mask"] * batch["completion_mask"]).sum(dim=1).tolist()
+        assert all(own >= other for own, other in zip(kept, decoded, strict=True))
+    assert any("are not deferred" in message for message in caplog.messages) == (fields == {})
+    assert not any("first turn" in message for message in caplog.messages)
+
+
+def test_what_a_slow_tool_holds_up_is_left_out(server, model_dir, tmp_path):
+    over, lock, seen = threading.Event(), threading.Lock(), []
+
+    def multiply(a: int, b: int) -> int:
+        """
+        Multiplies two numbers.
+
+        Args:
+            a: One number.
+            b: The other.
+        """
+        with lock:
+            seen.append(b)
+            hangs = len(seen) == 1
+        if hangs:
+            over.wait(120)
+        return a * b
+
+    # As many spare candidates as rows: groups stop at their fourth complete one.
+    fields = {"max_num_generations": 8, "min_num_generations": 8, "target_redundancy": 2.0, "max_steps": 1}
+    trainer, _ = agent(server, model_dir, tmp_path, tools=[multiply], **fields)
+    trainer.train()
+    assert not over.is_set()
+    assert len(seen) > 1
+    assert rollout_logs(trainer)[0]["darts/rollout/aborted_candidates"] >= 1
+    over.set()
+
+
+def test_evaluation(server, model_dir, tmp_path):
+    trainer, _ = agent(server, model_dir, tmp_path, max_steps=1)
+    trainer.train()
+    metrics = trainer.evaluate(chats())
+    assert metrics["eval_tools/call_frequency"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"defer_unsettled_groups": True}, "`defer_unsettled_groups`"),
+        ({"audit_share": 0.2}, "`audit_share`"),
+    ],
+)
+def test_refused(server, model_dir, tmp_path, fields, words):
+    with pytest.raises(ConfigurationError, match=words):
+        agent(server, model_dir, tmp_path, **fields)

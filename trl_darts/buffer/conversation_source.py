@@ -1,0 +1,88 @@
+"""Batches whose candidates are conversations with tools."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, cycle, pairwise
+from statistics import mean
+from typing import Any, Self
+
+from accelerate.utils import gather_object
+
+from ..engines.batch import PromptBatch
+from ..engines.engine import OnProgress
+from ..scheduling import RolloutResult
+from ..streaming import decode_completions
+from ..telemetry.metrics import RolloutRecord
+from ..training.candidates import CandidateRun, Played
+from ..training.conversations import Outcome, joined
+from ..training.rows import KeptRows
+from .sources import LoaderSource
+
+
+@dataclass
+class KeptConversations(KeptRows):
+    """The first turn of each row's conversation, and what became of it."""
+
+    played: list[Played] = field(default_factory=list)  # (N·M,)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What TRL's `_tool_call_loop` returns for these rows."""
+        return joined([own.outcome for own in self.played], self.logprobs is not None)
+
+    def shares(self, sizes: Sequence[int]) -> list[Self]:
+        ends = [0, *accumulate(sizes)]
+        return [
+            replace(own, played=self.played[start:end])
+            for own, (start, end) in zip(super().shares(sizes), pairwise(ends), strict=True)
+        ]
+
+
+class ConversationSource(LoaderSource):
+    """The loader's batches, whose candidates are whole conversations on servers. The main process has them all."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._played: dict[int, Played] = {}  # by candidate, of the last rollout, on the main process
+        self._metrics: dict[str, float] = {}
+
+    def run(
+        self, plan: Any, batch: PromptBatch, on_progress: OnProgress | None, meanwhile: Callable[[], None] | None
+    ) -> RolloutResult | None:
+        trainer = self.trainer
+        messages = gather_object(list(trainer._prompts))
+        parse = partial(decode_completions, trainer)
+
+        def play(turns: Any) -> RolloutResult:
+            run: CandidateRun = trainer._candidates(parse, turns, batch, messages)
+            result = run.run(plan.scheduler, plan.groups, on_progress)
+            self._played = run.played
+            return result
+
+        num_candidates = 0 if plan is None else sum(group.num_candidates for group in plan.groups)
+        result: RolloutResult | None = trainer._engine.converse(num_candidates, play, meanwhile)
+        return result
+
+    def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptConversations:
+        played, self._played = self._played, {}
+        groups = {group.plan.group_id: [played[row.candidate_id] for row in group.rows] for group in result.groups}
+        self._metrics = self._of_turns([own for group in groups.values() for own in group], list(played.values()))
+        repeated = dict(zip(sorted(result.dropped), cycle(groups), strict=False))
+        first = {place: [own.first for own in group] for place, group in groups.items()}
+        rows = KeptConversations(**vars(KeptRows.of_groups(first, repeated, batch.num_generations)))
+        groups |= {place: groups[other] for place, other in repeated.items()}
+        rows.played = [own for place in sorted(groups) for own in groups[place]]
+        return rows
+
+    def _of_turns(self, kept: Sequence[Played], ended: Sequence[Played]) -> dict[str, float]:
+        """Returns metrics of rows, and of all conversations that ended."""
+        return {
+            "darts/tools/turns": mean(own.num_turns - 1 for own in kept),
+            "darts/tools/seconds": mean(own.acting_s for own in kept),
+            "darts/tools/kept_vs_pool_turns_ratio": mean(o.num_turns for o in kept) / mean(o.num_turns for o in ended),
+        }
+
+    def log(self, record: RolloutRecord) -> None:
+        super().log(record)
+        self.trainer._log_all(self._metrics)

@@ -1,0 +1,223 @@
+"""
+Candidates that are whole conversations. Each is played in a thread: its first turn, and then TRL's loop of tools and
+turns on a copy of the trainer that has this row alone. The scheduler of a rollout decides which ones are waited for:
+
+```
+Submit ──▶ a thread: turn ─▶ tools ─▶ turn ─▶ … ──▶ TokensArrived, CandidateEnded
+Abort  ──▶ its turn is aborted, or its tool's answer not waited for
+```
+
+To the scheduler, a candidate's tokens are those that the model decoded, over all turns. What waits for tools runs, and
+holds no slot of a server.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from ..errors import GenerationError
+from ..scheduling import (
+    Abort,
+    CandidateEnded,
+    CandidateFailed,
+    Command,
+    EngineLoad,
+    FinishReason,
+    GroupPlan,
+    RolloutResult,
+    Scheduler,
+    TokensArrived,
+)
+from ..scheduling.ledger import Ledger
+from .conversations import POLL_S, Outcome, Over, Turns, Views
+from .rows import Tokens
+
+
+# Conversations at once, each of which has a thread. Others wait until one has ended.
+MOST = 2048
+
+Loop = Callable[..., Outcome]  # TRL's `_tool_call_loop`, which takes the trainer first
+Parse = Callable[[Any, Any, Any, Any], Any]  # of prompts, completions, a tokenizer and the tokens of the prompts
+
+
+class Prompts(Protocol):
+    """Prompts of all rows."""
+
+    @property
+    def rows(self) -> list[Tokens]:
+        """Tokens of each row's prompt."""
+
+    def row_of(self, group: int, index: int) -> int:
+        """Returns the row with the prompt of a group's candidate."""
+
+
+@dataclass
+class Played:
+    """What became of a candidate."""
+
+    first: tuple[Tokens, list[float] | None]  # tokens and log-probs of its first turn
+    outcome: Outcome  # of TRL's loop, with this row alone
+    num_turns: int
+    acting_s: float  # seconds between its turns
+
+
+@dataclass
+class _Player:
+    """A candidate that is being played."""
+
+    candidate_id: int
+    segment: int
+    row: int
+    over: threading.Event = field(default_factory=threading.Event)
+    turn: Future[Any] | None = None  # that decodes
+    num_turns: int = 0
+    num_tokens: int = 0
+    acting_s: float = 0.0
+
+
+class CandidateRun:
+    """
+    A rollout whose candidates are conversations. Its methods are called in the main thread.
+
+    Args:
+        trainer (`DARTSGRPOTrainer`):
+            The trainer, see [`Views`]. It has no environments: all rows have the same tools.
+        loop (`Callable`):
+            TRL's `_tool_call_loop`.
+        parse (`Callable`):
+            Reads a completion, as TRL does after the first turn.
+        turns (`Turns`):
+            What decodes.
+        prompts (`PromptBatch`):
+            Prompts of all rows.
+        messages (`list`):
+            The conversation that is each row's prompt.
+    """
+
+    def __init__(
+        self, trainer: Any, loop: Loop, parse: Parse, turns: Turns, prompts: Prompts, messages: Sequence[Any]
+    ) -> None:
+        self._loop = loop
+        self._parse = parse
+        self._turns = turns
+        self._prompts = prompts
+        self._messages = messages
+        self._most: int = trainer.max_completion_length
+        self._ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+        self._views = Views(trainer)
+        self._events: SimpleQueue[Any] = SimpleQueue()
+        self._players: dict[int, _Player] = {}  # by candidate
+        self._error: Exception | None = None  # of our own, or of the chat template
+        self.played: dict[int, Played] = {}  # by candidate
+
+    def run(
+        self, scheduler: Scheduler, plans: Sequence[GroupPlan], on_progress: Callable[[Ledger], None] | None = None
+    ) -> RolloutResult:
+        """Runs the rollout. Raises [`GenerationError`] if the servers fail."""
+        commands = scheduler.start(plans, [EngineLoad("conversations", MOST)], time.perf_counter())
+        try:
+            self._execute(scheduler, commands)
+            checked = time.perf_counter()
+            while not scheduler.done:
+                self._handle_next(scheduler)
+                if time.perf_counter() - checked > POLL_S:
+                    checked = time.perf_counter()
+                    self._turns.tend()
+                    if on_progress is not None:
+                        on_progress(scheduler.ledger)
+        finally:
+            for player in self._players.values():
+                self._end(player)
+            with self._views.lock:  # none of them uses the tokenizer any longer
+                pass
+        return scheduler.result()
+
+    def _handle_next(self, scheduler: Scheduler) -> None:
+        try:
+            event = self._events.get(timeout=POLL_S)
+        except Empty:
+            return
+        if self._error is not None:
+            raise self._error
+        self._execute(scheduler, scheduler.handle(event))
+
+    def _execute(self, scheduler: Scheduler, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Abort):
+                self._abort(scheduler, command)
+            else:
+                row = self._prompts.row_of(command.group_id, command.index)  # type: ignore[union-attr]
+                player = _Player(command.candidate_id, command.segment, row)  # type: ignore[union-attr]
+                self._players[player.candidate_id] = player
+                threading.Thread(target=self._run, args=[player], name="trl_darts-conversation", daemon=True).start()
+
+    def _abort(self, scheduler: Scheduler, command: Abort) -> None:
+        player = self._players[command.candidate_id]
+        self._end(player)
+        candidate, now = scheduler.ledger.find(command.candidate_id), time.perf_counter()
+        assert candidate is not None
+        key = command.candidate_id, command.segment, candidate.length
+        event = CandidateEnded(*key, [], None, FinishReason.ABORT, now)
+        self._execute(scheduler, scheduler.handle(event))
+
+    def _end(self, player: _Player) -> None:
+        """Ends a conversation at once if it decodes, otherwise when its tool has answered."""
+        player.over.set()
+        if (turn := player.turn) is not None:
+            turn.cancel()
+
+    # In the conversation's thread
+
+    def _run(self, player: _Player) -> None:
+        try:
+            played = self._play(player)
+        except (Over, CancelledError):
+            return
+        except GenerationError as error:
+            now = time.perf_counter()
+            self._events.put(CandidateFailed(player.candidate_id, player.segment, str(error), now))
+            return
+        except Exception as error:
+            self._error = error
+            self._events.put(None)
+            return
+        self.played[player.candidate_id] = played
+        ends = played.outcome[2][0][-1] in self._ends  # as TRL tells truncated completions
+        reason, now = FinishReason.STOP if ends else FinishReason.LENGTH, time.perf_counter()
+        key = player.candidate_id, player.segment, player.num_tokens
+        self._events.put(CandidateEnded(*key, [], None, reason, now))
+
+    def _play(self, player: _Player) -> Played:
+        prompt, messages = self._prompts.rows[player.row], copy.deepcopy(self._messages[player.row])
+        last_end = time.perf_counter()
+
+        def decode(tokens: Tokens) -> tuple[Tokens, list[float] | None]:
+            nonlocal last_end
+            player.acting_s += time.perf_counter() - last_end
+            # TRL cuts what is beyond the limit: it need not be decoded.
+            turn = self._decode(player, tokens, max(1, self._most - (len(tokens) - len(prompt))))
+            last_end = time.perf_counter()
+            return turn
+
+        view = self._views.of(0, decode, player.over)
+        first = decode(prompt)
+        (completion,) = self._parse([messages], [first[0]], view._tokenizer, [prompt])
+        logprobs = None if first[1] is None else [list(first[1])]
+        row = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
+        return Played(first, self._loop(view, *row), player.num_turns, player.acting_s)
+
+    def _decode(self, player: _Player, tokens: Tokens, most: int) -> tuple[Tokens, list[float] | None]:
+        player.turn = self._turns.start(player.candidate_id, player.num_turns, tokens, most)
+        if player.over.is_set():  # since before there was a turn to cancel
+            player.turn.cancel()
+        turn = player.turn.result()
+        key = player.candidate_id, player.segment, player.num_tokens
+        player.num_turns += 1
+        player.num_tokens += len(turn[0])
+        self._events.put(TokensArrived(*key, *turn, time.perf_counter()))
+        return turn
