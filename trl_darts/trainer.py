@@ -152,7 +152,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        check_arguments(args, rollout_func, "environment_factory" if environment_factory else tools and "tools")
+        check_arguments(args, rollout_func, "environment_factory" if environment_factory else "tools" if tools else None)
         if environment_factory is None:  # otherwise it makes the prompts of each batch
             check_data(args, train_dataset, eval_dataset, None if rollout_func else reward_funcs)
         warn_of_other_model(args, name)

@@ -47,13 +47,13 @@ class Batch:
 
     inputs: Rows = field(default_factory=list)
     fillers: frozenset[int] = frozenset()  # filler rows, over all processes
-    outcome: Outcome | None = None  # of TRL's tool loop, where it was played during the rollout
     kept: KeptRows | None = None  # completions that were decoded before
     prompts: Sequence[Tokens] = ()  # of each row, with which they were decoded
     ages: Ages = ()  # of each row
     max_age: int | None = None  # tokens of older policies are not trained on
     rewards: Callable[[], torch.Tensor] | None = None  # of groups that are scored by themselves; shape (N·M, F)
     numbers: Sequence[int] | None = None  # of the rows in a buffer, see `RewardStream`
+    outcome: Outcome | None = None  # of TRL's tool loop, where it was played during the rollout
 
     def __post_init__(self) -> None:
         if self.kept is not None and self.max_age is not None:

@@ -208,7 +208,7 @@ class CandidateRun:
         first = decode(prompt)
         (completion,) = self._parse([messages], [first[0]], view._tokenizer, [prompt])
         logprobs = None if first[1] is None else [list(first[1])]
-        row = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
+        row: Any = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
         return Played(first, self._loop(view, *row), player.num_turns, player.acting_s)
 
     def _decode(self, player: _Player, tokens: Tokens, most: int) -> tuple[Tokens, list[float] | None]:
