@@ -1,26 +1,29 @@
 """
-Conversations with tools: seconds of a step with TRL's loop, and with each conversation by itself.
+Conversations with tools: seconds of a step with TRL's loop, with each conversation by itself, and with spare ones.
 
-    python -m benchmarks.agents [--arms lockstep,apart] [--seeds 0,1,2] [--steps 1] [--rows 128]
+    python -m benchmarks.agents [--arms lockstep,grpo,default] [--seeds 0,1,2] [--steps 1] [--rows 128]
 
 A chain on a real vLLM server at the published pace of an 8 B model thinks for some tokens in each turn, and then calls
 a tool three times in four, for six turns at most. The tool sleeps for 0.05 to 5 seconds (log-normal, median 0.5).
 16 prompts × 8 rows a step.
 
 - lockstep: TRL's loop, on the same server: the tools of all rows one after the other, then the next turn of all.
-- apart: each conversation by itself.
+- grpo: each conversation by itself, from its first turn on.
+- default: also with spare candidates, of which those that are held up by tools or by their length are left out.
 
-The arms of a seed follow each other. Stored are the mean seconds of a step, and calls per row. The primary metric,
-named before any run, is the ratio of the seconds of a step.
+The arms of a seed follow each other. Stored are the mean seconds of a step, calls per row, and how long the kept
+conversations are beside all. The primary metric, named before any run, is the ratio of the seconds of a step.
 """
 
 import math
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -34,6 +37,7 @@ from benchmarks.models import VOCAB_SIZE, chain_model, save_model
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
 from benchmarks.servers import StepSeconds, make_trainer, training_args
 from benchmarks.tool_calls import RESPONSE_TEMPLATE, make_chat_tokenizer, tool_call
+from trl_darts.buffer.sources import LoaderSource
 
 
 NUM_GENERATIONS = 8
@@ -42,6 +46,7 @@ CALL = tool_call("wait", job=1)
 THINKING = 24  # mean tokens of a turn
 CALL_SHARE = 0.75  # of the turns
 MEDIAN_S, SIGMA, SHORTEST_S, LONGEST_S = 0.5, 1.2, 0.05, 5.0  # of a tool
+KEPT = "darts/selection/kept_vs_pool_length_ratio"
 LIMIT = 600  # tokens of a conversation after its prompt
 
 
@@ -107,7 +112,7 @@ def run(shared: Shared, arm: str, seed: int, steps: int, rows: int) -> dict[str,
     prompts = [{"prompt": [{"role": "user", "content": f"task {i}"}]} for i in range(rows // NUM_GENERATIONS * steps)]
     with TemporaryDirectory() as directory:
         fields = {
-            "schedule": "grpo",
+            **({} if arm == "default" else {"schedule": "grpo"}),
             "num_generations": NUM_GENERATIONS,
             "per_device_train_batch_size": rows,
             "max_completion_length": LIMIT,
@@ -122,18 +127,23 @@ def run(shared: Shared, arm: str, seed: int, steps: int, rows: int) -> dict[str,
         trainer = make_trainer(model, tokens, args, Dataset.from_list(prompts), tokenizer, tools=[waiter.tool()])
         if arm == "lockstep":
             trainer._engine.turns = lambda num_conversations: nullcontext()
+            trainer._sources = LoaderSource(weakref.proxy(trainer)), trainer._sources[1]
         trainer.add_callback(StepSeconds())
         trainer.train()
         trainer.vllm_generation.engine.close()
     log = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
+    logged = {
+        name: fmean(float(entry[metric]) for entry in trainer.state.log_history if metric in entry)
+        for name, metric in (("kept_calls", "tools/call_frequency"), ("kept_over_pool", KEPT))
+    }
     calls = waiter.num_calls / (rows * steps)
-    return {"seconds": sum(own["step_seconds"] for own in log) / len(log), "calls_per_row": calls}
+    return {"seconds": fmean(own["step_seconds"] for own in log), "calls_per_row": calls, **logged}
 
 
 BENCHMARK = Benchmark(
     "agents",
     __doc__,
-    {"seed": range(5), "arm": ["lockstep", "apart"]},
+    {"seed": range(5), "arm": ["lockstep", "grpo", "default"]},
     run,
     parts.agents,
     options={"steps": 1, "rows": 128},

@@ -164,6 +164,8 @@ AGENTS: cells.Columns = {
     "step (s)": (lambda own, base: own["seconds"], cells.mean),
     "as fast as *lockstep*": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
     "calls per row": (lambda own, base: own["calls_per_row"], cells.mean),
+    "of those kept": (lambda own, base: own["kept_calls"], cells.mean),
+    "kept ÷ plain tokens": (lambda own, base: own["kept_over_pool"], cells.ratio),
 }
 
 
@@ -176,8 +178,8 @@ def agents(results: Path) -> str:
     text = f"""
         `python -m benchmarks.agents`: {runs[0]["rows"]} conversations a step on a real server at [a GPU's
         pace](#how-it-was-run), up to six turns, with tools of 0.05 to 5 s {origin(lines)}. *lockstep* is TRL's loop on
-        the same server; *apart* runs each conversation by itself."""
-    table = cells.compare("arm (seeds)", {"": runs}, AGENTS, ["lockstep", "apart"], "lockstep")
+        the same server; *grpo* runs each conversation by itself; *default* also has spare candidates."""
+    table = cells.compare("arm (seeds)", {"": runs}, AGENTS, ["lockstep", "grpo", "default"], "lockstep")
     return section("Conversations with tools", text, table)
 
 

@@ -36,7 +36,8 @@ UNCHANGED: dict[str, tuple[Any, ...]] = {
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: str | None = None) -> None:
     """
     Raises for arguments of the trainer that can't work. `rollout_func` is the user's own generation. `turns` is the
-    argument that makes a completion a conversation, if one does: candidates would be chosen by its first turn.
+    argument that makes a completion a conversation, if one does: unless candidates are whole conversations, they would
+    be chosen by their first turn.
     """
     if not isinstance(args, DARTSGRPOConfig):
         raise ConfigurationError(

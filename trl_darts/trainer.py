@@ -72,8 +72,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     It is TRL's [`~trl.GRPOTrainer`] with the same arguments. For each prompt it samples more candidates than rows are
     trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts
-    the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
-    not over-provisioned. `_rollout` has a whole rollout in the order in which things happen.
+    the rest; discarded candidates reach neither rewards nor loss. With tools on servers, a candidate is a whole
+    conversation. Evaluation and environments are not over-provisioned. `_rollout` has a whole rollout in the order in
+    which things happen.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -152,7 +153,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        check_arguments(args, rollout_func, "environment_factory" if environment_factory else "tools" if tools else None)
+        turns = "environment_factory" if environment_factory else "tools" if tools else None
+        check_arguments(args, rollout_func, turns)
         if environment_factory is None:  # otherwise it makes the prompts of each batch
             check_data(args, train_dataset, eval_dataset, None if rollout_func else reward_funcs)
         warn_of_other_model(args, name)
@@ -352,8 +354,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             conversations = Conversations(self, GRPOTrainer._tool_call_loop, turns)
             outcome = conversations.run(prompts, prompt_ids, completion_ids, completions, logprobs)
         if self._source.trains:
-            turns_per_row = conversations.num_turns / len(prompts)
-            self._log_all({"darts/tools/seconds": conversations.seconds, "darts/tools/turns": turns_per_row})
+            acting_s = sum(conversations.acting_s.values())
+            totals = {"darts/tools/seconds": acting_s, "darts/tools/turns": conversations.num_turns}
+            self._log_all({name: total / len(prompts) for name, total in totals.items()})
         return outcome
 
     def _candidates(self, parse: Callable[..., Any], turns: Any, batch: PromptBatch, messages: Any) -> CandidateRun:

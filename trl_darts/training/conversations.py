@@ -144,7 +144,7 @@ class Conversations:
         self._views = Views(trainer)
         self._over = threading.Event()
         self.num_turns = 0
-        self.seconds = 0.0
+        self.acting_s: dict[int, float] = {}  # seconds between turns, by row
 
     def run(
         self,
@@ -155,7 +155,6 @@ class Conversations:
         logprobs: Sequence[list[float]] | None,
     ) -> Outcome:
         """Returns what TRL's loop returns for all rows. Arguments are TRL's, of which it changes the same."""
-        begin = time.perf_counter()
         rows: list[Any] = [
             (
                 [prompts[i]],
@@ -175,7 +174,6 @@ class Conversations:
                 own = {i: pool.submit(self._loop, self._alone(i), *rows[i]) for i in calling}
                 self._wait(list(own.values()))
             outcomes |= {i: future.result() for i, future in own.items()}
-        self.seconds = time.perf_counter() - begin
         return joined([outcomes[i] for i in range(len(prompts))], logprobs is not None)
 
     @contextmanager
@@ -197,11 +195,16 @@ class Conversations:
 
     def _alone(self, row: int) -> Any:
         """Returns a copy of the trainer whose only row is this one."""
-        numbers = count()
+        numbers, last_end = count(), time.perf_counter()
+        self.acting_s[row] = 0.0
 
         def decode(prompt: Tokens) -> tuple[Tokens, list[float] | None]:
+            nonlocal last_end
+            self.acting_s[row] += time.perf_counter() - last_end
             self.num_turns += 1
-            return self._turns.decode(row, next(numbers), prompt)
+            turn = self._turns.decode(row, next(numbers), prompt)
+            last_end = time.perf_counter()
+            return turn
 
         return self._views.of(row, decode, self._over)
 
