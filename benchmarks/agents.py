@@ -1,7 +1,7 @@
 """
 Conversations with tools: seconds of a step with TRL's loop, with each conversation by itself, and with spare ones.
 
-    python -m benchmarks.agents [--arms lockstep,grpo,default] [--seeds 0,1,2] [--steps 1] [--rows 128]
+    python -m benchmarks.agents [--arms lockstep,grpo,default,unguarded] [--seeds 0,1,2] [--steps 1] [--rows 128]
 
 A chain on a real vLLM server at the published pace of an 8 B model thinks for some tokens in each turn, and then calls
 a tool three times in four, for six turns at most. The tool sleeps for 0.05 to 5 seconds (log-normal, median 0.5).
@@ -9,10 +9,12 @@ a tool three times in four, for six turns at most. The tool sleeps for 0.05 to 5
 
 - lockstep: TRL's loop, on the same server: the tools of all rows one after the other, then the next turn of all.
 - grpo: each conversation by itself, from its first turn on.
-- default: also with spare candidates, of which those that are held up by tools or by their length are left out.
+- default: also with spare candidates, of which those that are held up by tools or by their length are left out. One
+  rollout in four waits for all, so this arm has four times as many steps.
+- unguarded: none does.
 
-The arms of a seed follow each other. Stored are the mean seconds of a step, calls per row, and how long the kept
-conversations are beside all. The primary metric, named before any run, is the ratio of the seconds of a step.
+The arms of a seed follow each other. Stored are the mean seconds of a step, calls per row, and calls and
+tokens of the kept rows. The primary metric, named before any run, is the ratio of the seconds of a step.
 """
 
 import math
@@ -38,6 +40,7 @@ from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
 from benchmarks.servers import StepSeconds, make_trainer, training_args
 from benchmarks.tool_calls import RESPONSE_TEMPLATE, make_chat_tokenizer, tool_call
 from trl_darts.buffer.sources import LoaderSource
+from trl_darts.scheduling.schedule_fields import GUARD_EVERY
 
 
 NUM_GENERATIONS = 8
@@ -46,15 +49,20 @@ CALL = tool_call("wait", job=1)
 THINKING = 24  # mean tokens of a turn
 CALL_SHARE = 0.75  # of the turns
 MEDIAN_S, SIGMA, SHORTEST_S, LONGEST_S = 0.5, 1.2, 0.05, 5.0  # of a tool
-KEPT = "darts/selection/kept_vs_pool_length_ratio"
+ARMS: dict[str, dict[str, Any]] = {
+    "lockstep": {"schedule": "grpo"},
+    "grpo": {"schedule": "grpo"},
+    "default": {"defer_unsettled_groups": None},
+    "unguarded": {},
+}
 LIMIT = 600  # tokens of a conversation after its prompt
 
 
 class Waiter:
     """A tool that takes its time, by a random generator of its own."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng, self._lock = random.Random(seed), threading.Lock()
+    def __init__(self, seed: int, longest_s: float = LONGEST_S) -> None:
+        self._rng, self._lock, self._longest_s = random.Random(seed), threading.Lock(), longest_s
         self.num_calls = 0
 
     def tool(self) -> Any:
@@ -70,21 +78,21 @@ class Waiter:
             with self._lock:
                 seconds = MEDIAN_S * math.exp(SIGMA * self._rng.gauss(0, 1))
                 self.num_calls += 1
-            time.sleep(min(max(seconds, SHORTEST_S), LONGEST_S))
+            time.sleep(min(max(seconds, SHORTEST_S), self._longest_s))
             return "done"
 
         return wait
 
 
-def make_caller(directory: Path) -> Path:
-    """Saves a chain that thinks, and then calls the tool or ends."""
+def make_caller(directory: Path, thinking: int = THINKING) -> Path:
+    """Saves a chain that thinks for a mean number of tokens, and then calls the tool or ends."""
     tokenizer = make_chat_tokenizer([CALL], tools=True)
     # Without the space, which decoding drops: each turn would call again what the turns before it called.
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "start_anchor": "assistant:"}
     x, call, end = tokenizer.convert_tokens_to_ids(["x", CALL, "<eos>"])
     table = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-7)  # row = last token
     table[:, x] = 1.0
-    leaves = 1 / THINKING
+    leaves = 1 / thinking
     table[x, x], table[x, call], table[x, end] = 1 - leaves, CALL_SHARE * leaves, (1 - CALL_SHARE) * leaves
     table[call, x], table[call, end] = 1e-7, 1.0
     return save_model(chain_model(table / table.sum(1, keepdim=True)), tokenizer, directory)
@@ -109,10 +117,11 @@ def run(shared: Shared, arm: str, seed: int, steps: int, rows: int) -> dict[str,
     """Trains an arm."""
     url, model_dir = shared(server_of)
     waiter = Waiter(seed)
+    steps *= GUARD_EVERY if arm == "default" else 1
     prompts = [{"prompt": [{"role": "user", "content": f"task {i}"}]} for i in range(rows // NUM_GENERATIONS * steps)]
     with TemporaryDirectory() as directory:
         fields = {
-            **({} if arm == "default" else {"schedule": "grpo"}),
+            **ARMS[arm],
             "num_generations": NUM_GENERATIONS,
             "per_device_train_batch_size": rows,
             "max_completion_length": LIMIT,
@@ -134,7 +143,7 @@ def run(shared: Shared, arm: str, seed: int, steps: int, rows: int) -> dict[str,
     log = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
     logged = {
         name: fmean(float(entry[metric]) for entry in trainer.state.log_history if metric in entry)
-        for name, metric in (("kept_calls", "tools/call_frequency"), ("kept_over_pool", KEPT))
+        for name, metric in (("kept_calls", "tools/call_frequency"), ("kept_tokens", "completions/mean_length"))
     }
     calls = waiter.num_calls / (rows * steps)
     return {"seconds": fmean(own["step_seconds"] for own in log), "calls_per_row": calls, **logged}
@@ -143,7 +152,7 @@ def run(shared: Shared, arm: str, seed: int, steps: int, rows: int) -> dict[str,
 BENCHMARK = Benchmark(
     "agents",
     __doc__,
-    {"seed": range(5), "arm": ["lockstep", "grpo", "default"]},
+    {"seed": range(5), "arm": list(ARMS)},
     run,
     parts.agents,
     options={"steps": 1, "rows": 128},

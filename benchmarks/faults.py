@@ -2,7 +2,7 @@
 Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
     python -m benchmarks.faults [--kills 20] [--freezes 5]
-    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix,reuse
+    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix,reuse,agents
 
 `trl-darts serve --restart` runs two real servers of the tiny reasoner. At random moments, also during weight syncs, a
 random server is killed with SIGKILL, or stopped with SIGSTOP for 15 seconds. The run ends some steps after the last
@@ -19,6 +19,7 @@ of their rollout. No other server may be lost.
 - tail: another server takes over the last 16 candidates.
 - suffix: with drafts.
 - reuse: answers of the last pass are verified and continue.
+- agents: conversations with a tool. Each call of it must be answered in one conversation, and no thread may be left.
 - adapter, adapter_continuous: weights are LoRA adapters, otherwise as with default and continuous. No adapter may be
   left on a server at the end.
 
@@ -39,6 +40,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -47,7 +49,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from benchmarks import parts
+from benchmarks import agent_audit, parts
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.lines import ROOT
 from benchmarks.servers import make_trainer, training_args
@@ -81,6 +83,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "tail": {"tail_switch_at": 16},
     "suffix": {},
     "reuse": {"schedule": "grpo", "reuse_answers": True},
+    "agents": {},
     "adapter": ADAPTER,
     "adapter_continuous": {**ADAPTER, "rollout_ahead": "continuous"},
 }
@@ -312,10 +315,12 @@ class Audit:
 
 
 @contextmanager
-def serve(log_dir: str, num_servers: int, options: Sequence[str] = ()) -> Iterator[list[str]]:
+def serve(
+    log_dir: str, num_servers: int, options: Sequence[str] = (), model_dir: Path = CHECKPOINT
+) -> Iterator[list[str]]:
     """Yields the addresses of servers that are restarted when they die."""
     port = free_port()
-    command = [sys.executable, "-m", "trl_darts.cli", "serve", str(CHECKPOINT), "--restart"]
+    command = [sys.executable, "-m", "trl_darts.cli", "serve", str(model_dir), "--restart"]
     command += ["--num-servers", str(num_servers), "--port", str(port), "--log-dir", log_dir]
     process = subprocess.Popen(
         [*command, *options], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
@@ -358,14 +363,20 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
     kind = partial(DARTSGRPOTrainer, peft_config=LORA if args.weight_sync == "adapter" else None)
     trainer = make_trainer(str(CHECKPOINT), accuracy_reward, args, make_dataset(64, seed=0), kind=kind)
     audit = Audit(trainer)
-    chaos = Chaos(trainer.vllm_generation.engine, kinds, seed, audit.note_weights)
+    faults = disturb(trainer, kinds, seed, audit)
+    audit.check_ended()
+    audit.counts["adapters left"] = sum(map(num_adapters, urls))
+    return faults, audit
+
+
+def disturb(trainer: Any, kinds: list[str], seed: int, audit: Any) -> list[Fault]:
+    """Trains, with faults, and returns them."""
+    chaos = Chaos(trainer.vllm_generation.engine, kinds, seed, getattr(audit, "note_weights", lambda step: None))
     trainer.add_callback(chaos)
     trainer.train()
-    audit.check_ended()
     audit.counts["lost without a fault"] = trainer.vllm_generation.engine.num_losses - len(kinds)
     trainer.vllm_generation.engine.close()
-    audit.counts["adapters left"] = sum(map(num_adapters, urls))
-    return chaos.faults, audit
+    return chaos.faults
 
 
 def run(shared: Shared, arm: str, kills: int, freezes: int, seed: int) -> dict[str, Any]:
@@ -374,16 +385,24 @@ def run(shared: Shared, arm: str, kills: int, freezes: int, seed: int) -> dict[s
     random.Random(seed).shuffle(kinds)
     servers, options = NUM_SERVERS + (arm == "tail"), ["--speculative", "suffix"] if arm == "suffix" else []
     options += ["--lora-rank", str(LORA.r)] if arm.startswith("adapter") else []
-    with tempfile.TemporaryDirectory() as directory, serve(directory, servers, options) as urls:
-        faults, audit = train(urls, kinds, seed, directory, **FIELDS[arm])
-    found = {"kills": kills, "freezes": freezes, "seed": seed, "counts": dict(audit.counts), "worst": audit.worst}
-    rollouts = {"faults": list(map(asdict, faults)), "rollouts": audit.rollouts}
-    return {**found, "nothing_lost": audit.nothing_lost, **rollouts}
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = agent_audit.make_model(Path(directory) / "caller") if arm == "agents" else CHECKPOINT
+        with serve(directory, servers, options, model_dir) as urls:
+            audit: Any
+            if arm == "agents":
+                health = {"vllm_health_timeout_s": HEALTH_TIMEOUT_S}
+                audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, **health)
+                faults = disturb(audit.trainer, kinds, seed, audit)
+            else:
+                faults, audit = train(urls, kinds, seed, directory, **FIELDS[arm])
+    found = {"kills": kills, "freezes": freezes, "seed": seed, "nothing_lost": audit.nothing_lost}
+    found |= {"counts": dict(audit.counts), "worst": audit.worst}
+    return {**found, "faults": list(map(asdict, faults)), "rollouts": audit.rollouts}
 
 
 def check(line: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a run."""
-    if line["counts"]["adapters left"]:
+    if line["counts"].get("adapters left"):
         return f"Adapters were left loaded with {line['arm']}: {line['counts']['adapters left']}"
     return None if line["nothing_lost"] else f"Something was lost with {line['arm']}: {line['counts']}"
 

@@ -163,9 +163,9 @@ def epochs(results: Path) -> str:
 AGENTS: cells.Columns = {
     "step (s)": (lambda own, base: own["seconds"], cells.mean),
     "as fast as *lockstep*": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
-    "calls per row": (lambda own, base: own["calls_per_row"], cells.mean),
-    "of those kept": (lambda own, base: own["kept_calls"], cells.mean),
-    "kept ÷ plain tokens": (lambda own, base: own["kept_over_pool"], cells.ratio),
+    "all calls per row": (lambda own, base: own["calls_per_row"], cells.mean),
+    "kept ÷ plain calls": (lambda own, base: own["kept_calls"] / base["kept_calls"], cells.ratio),
+    "kept ÷ plain tokens": (lambda own, base: own["kept_tokens"] / base["kept_tokens"], cells.ratio),
 }
 
 
@@ -178,9 +178,31 @@ def agents(results: Path) -> str:
     text = f"""
         `python -m benchmarks.agents`: {runs[0]["rows"]} conversations a step on a real server at [a GPU's
         pace](#how-it-was-run), up to six turns, with tools of 0.05 to 5 s {origin(lines)}. *lockstep* is TRL's loop on
-        the same server; *grpo* runs each conversation by itself; *default* also has spare candidates."""
-    table = cells.compare("arm (seeds)", {"": runs}, AGENTS, ["lockstep", "grpo", "default"], "lockstep")
+        the same server; *grpo* runs each conversation by itself; *default* also has spare candidates, and waits for
+        all in one rollout of four; *unguarded* in none. Calls and tokens of the kept rows are over *lockstep*'s."""
+    arms = ["lockstep", "grpo", "default", "unguarded"]
+    table = cells.compare("arm (seeds)", {"": runs}, AGENTS, arms, "lockstep")
     return section("Conversations with tools", text, table)
+
+
+HOMES: cells.Columns = {
+    "prompt tokens found in a cache": (lambda own, base: own["hit"] / own["queried"], cells.mean),
+    "turns": (lambda own, base: own["turns"], cells.mean),
+}
+
+
+def homes(results: Path) -> str:
+    """What turns find in prefix caches."""
+    lines = last(results, "homes", "seed", "arm")
+    if not lines:
+        return ""
+    text = f"""
+        `python -m benchmarks.homes`: two real servers, 64 conversations of up to eight turns {origin(lines)}. With
+        *homes*, a conversation's turns go to the server that has its beginning; *least_loaded* takes no account of
+        it."""
+    arms = ["homes", "least_loaded"]
+    table = cells.compare("arm (seeds)", {"": list(lines.values())}, HOMES, arms, "homes")
+    return section("Homes of conversations", text, table)
 
 
 def gpu(results: Path) -> str:

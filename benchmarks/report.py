@@ -23,6 +23,7 @@ PARTS: tuple[Callable[[Path], str], ...] = (
     parts.peers,
     parts.waves,
     parts.agents,
+    parts.homes,
     parts.epochs,
     parts.gpu,
     parts.padding,

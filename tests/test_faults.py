@@ -1,6 +1,7 @@
 """Tests that a run continues with correct rows when its real servers are killed, frozen and restarted."""
 
 import signal
+import threading
 import time
 from contextlib import ExitStack, suppress
 
@@ -10,7 +11,9 @@ import pytest
 
 from benchmarks.vllm_server import start_vllm_server
 from tests.builders import ON_POLICY, make_trainer, record_batches, rollout_logs
+from tests.test_agents import agent
 from tests.test_trainer_server import server_args
+from tests.trl_parity.tool_calls import tool_messages
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
 
@@ -136,6 +139,37 @@ def test_killed_and_frozen_servers(server, mortal, model_dir, tmp_path):
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3
     trace = pd.concat(map(pd.read_parquet, sorted((tmp_path / "rollouts").glob("*.parquet"))))
     assert (trace["length"] == 400).all()
+
+
+def test_no_tool_is_called_twice(server, mortal, model_dir, tmp_path):
+    """A server dies while conversations decode and wait for tools; they go on elsewhere."""
+    lock, called = threading.Lock(), []
+
+    def multiply(a: int, b: int) -> int:
+        """
+        Multiplies two numbers.
+
+        Args:
+            a: One number.
+            b: The other.
+        """
+        with lock:
+            called.append(b)
+            if len(called) == 5:
+                mortal.server.kill()
+        time.sleep(0.2)
+        return a * b
+
+    urls = ",".join([server.base_url, mortal.server.base_url])
+    # All are kept, and no answer is taken back for want of room.
+    fields = {"schedule": "grpo", "vllm_server_base_url": urls, "max_steps": 2, "max_completion_length": 500}
+    trainer, reader = agent(server, model_dir, tmp_path, tools=[multiply], **fields)
+    trainer.train()
+    rows = [row for batch in reader.batches for row in batch]
+    assert len(rows) == 32
+    assert len(called) == sum(len(tool_messages(row)) for row in rows) > 5
+    assert trainer.vllm_generation.engine.num_losses == 1
+    mortal.start()
 
 
 def test_the_only_server_that_does_not_come_back(mortal, model_dir, tmp_path):

@@ -1,0 +1,100 @@
+"""Conversations with tools while servers are killed and frozen, for `faults.py`."""
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from benchmarks.agents import Waiter, make_caller, tokens
+from benchmarks.servers import make_trainer, training_args
+from trl_darts import DARTSGRPOTrainer
+from trl_darts.scheduling import RolloutResult
+
+
+NUM_PROMPTS, NUM_GENERATIONS = 4, 8
+FIELDS = {
+    "schedule": "grpo",  # all conversations are kept, so that all calls can be counted
+    "num_generations": NUM_GENERATIONS,
+    "per_device_train_batch_size": NUM_PROMPTS * NUM_GENERATIONS,
+    "max_completion_length": 4000,
+    "max_tool_calling_iterations": 6,
+    "max_steps": 100_000,
+    "learning_rate": 0.0,
+}
+THINKING = 100  # mean tokens of a turn
+TOLERANCE = 1e-3
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+class AgentAudit:
+    """Counts the calls of a tool, and the answers to it in the conversations that come of them."""
+
+    def __init__(self, trainer: DARTSGRPOTrainer, waiter: Waiter) -> None:
+        self.trainer, self.waiter = trainer, waiter
+        self.counts: Counter[str] = Counter()
+        self.rollouts: list[tuple[float, float]] = []  # start and end
+        engine, candidates = trainer.vllm_generation.engine, trainer._candidates
+        open_turns = engine.open_turns
+
+        def opened(*args: Any) -> Any:
+            run, future = open_turns(*args)
+            take = run.scheduler.take
+
+            def taken(group_ids: Any, now: float) -> RolloutResult:
+                result: RolloutResult = take(group_ids, now)
+                self.counts["turns"] += len(result.groups)
+                self.counts["resumed"] += result.num_resumed
+                return result
+
+            run.scheduler.take = taken
+            return run, future
+
+        def audited(*args: Any) -> Any:
+            made, begin = candidates(*args), time.perf_counter()
+            play = made.run
+
+            def run(*own: Any) -> RolloutResult:
+                result: RolloutResult = play(*own)
+                self.rollouts.append((begin, time.perf_counter()))
+                self._count(result, made.played)
+                return result
+
+            made.run = run  # type: ignore[method-assign]
+            return made
+
+        engine.open_turns, trainer._candidates = opened, audited  # type: ignore[method-assign]
+
+    def _count(self, result: RolloutResult, played: Any) -> None:
+        self.counts["rows"] += sum(len(group.rows) for group in result.groups)
+        self.counts["expected rows"] += NUM_PROMPTS * NUM_GENERATIONS
+        self.counts["answers"] += sum(m["role"] == "tool" for own in played.values() for m in own.outcome[1][0])
+
+    @property
+    def worst(self) -> float:
+        """Largest difference of a token's log-prob to the trainer's."""
+        return max(float(line[LOGP_DIFFERENCE]) for line in self.trainer.state.log_history if LOGP_DIFFERENCE in line)
+
+    @property
+    def nothing_lost(self) -> bool:
+        """Whether each call was answered in one conversation, and no row is missing."""
+        counts = self.counts
+        counts["calls"] = self.waiter.num_calls
+        counts["threads left"] = sum(t.name.startswith("trl_darts-conversation") for t in threading.enumerate())
+        same = counts["calls"] == counts["answers"] and counts["rows"] == counts["expected rows"]
+        return same and not counts["threads left"] and self.worst <= TOLERANCE
+
+
+def make_model(directory: Path) -> Path:
+    """Saves a chain whose turns take long enough to be interrupted."""
+    return make_caller(directory, THINKING)
+
+
+def audited_trainer(urls: list[str], model_dir: Path, seed: int, output_dir: str, **fields: Any) -> AgentAudit:
+    """Returns the audit of a trainer whose conversations call a tool of 0.05 to 0.5 s."""
+    waiter = Waiter(seed, longest_s=0.5)
+    args = training_args(",".join(urls), output_dir, seed=seed, **{**FIELDS, **fields})
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": f"task {i}"}]} for i in range(64)])
+    return AgentAudit(make_trainer(str(model_dir), tokens, args, prompts, tools=[waiter.tool()]), waiter)
