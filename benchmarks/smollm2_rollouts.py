@@ -37,7 +37,7 @@ from benchmarks.schedules import server_of as paced_cluster
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, RecordedLengths, Workload
 from trl_darts.engines.addresses import key_of
-from trl_darts.engines.vllm_api import draft_counts
+from trl_darts.engines.server_metrics import draft_counts
 from trl_darts.policy import LatencyProfile
 from trl_darts.serving.options import SPECULATIVE
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from tests.engines.fake_server import fake_server
 from trl_darts.engines import VLLMServerEngine
 from trl_darts.engines.preflight import ServerFacts
-from trl_darts.engines.vllm_api import DraftCounts
+from trl_darts.engines.server_metrics import DraftCounts
 from trl_darts.engines.vllm_generation import SyncedGeneration
 
 

@@ -206,6 +206,33 @@ def test_auto_keeps_the_long_end_decoding_until_the_batch_is_taken(rule):
     assert group.selected == [0, 1]
 
 
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10_000), num_engines=st.integers(1, 3), capacity=st.integers(1, 6))
+def test_a_group_that_nobody_waits_for_any_longer(seed, num_engines, capacity):
+    """Dropped at any moment, waiting, running or complete: it ends, the others go on, and nothing is left of it."""
+    stub = Stub("grpo", random.Random(seed), num_engines, capacity)
+    scheduler, rng = stub.scheduler, stub.rng
+    stub.execute(scheduler.add([GroupPlan(i, M) for i in range(8)], 0.0))
+    dropped = set(rng.sample(range(8), rng.randint(1, 8)))
+    for group_id in dropped:
+        for _ in range(rng.randint(0, 6)):
+            if stub.requests:
+                stub.step()
+        stub.execute(scheduler.drop(group_id, "nobody waits for it", 0.0))
+        assert scheduler.has_ended([group_id])
+        assert group_id in scheduler.takeable
+        assert not any(request.command.group_id == group_id for request in stub.requests.values())
+        scheduler.take([group_id], 0.0)
+    while stub.requests:
+        stub.step()
+    others = sorted(set(range(8)) - dropped)
+    assert scheduler.takeable == others
+    assert [group.plan.group_id for group in scheduler.take(others, 0.0).groups] == others
+    assert scheduler.error is None
+    assert scheduler.done
+    assert not scheduler.ledger.groups
+
+
 def test_a_moment_without_a_group_is_not_the_end():
     """All groups of the moment are dropped, and further prompts follow."""
     stub = Stub("grpo", random.Random(0), 1, 8)

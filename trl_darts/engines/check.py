@@ -21,7 +21,8 @@ from ..weights.probe import PREFIX, digest_of
 from .addresses import is_this_machine
 from .failures import FAILURES, describe
 from .preflight import AdapterNeeds, Preflight, Requirements, ServerFacts
-from .vllm_api import VLLMServer, new_session, server_load
+from .server_metrics import server_load
+from .vllm_api import VLLMServer, new_session
 
 
 EQUAL = ("model", "dtype", "max_model_len", "vllm", "trl_darts")  # columns that must not differ between servers

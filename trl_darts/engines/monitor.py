@@ -12,7 +12,9 @@ from typing import Any
 
 from .failures import FAILURES, describe, is_our_own
 from .pool import Member, ServerPool, State
-from .vllm_api import VLLMServer, max_num_seqs, sampling_of, server_load
+from .server_abilities import max_num_seqs, sampling_of
+from .server_metrics import server_load
+from .vllm_api import VLLMServer
 from .waiting import Deadlines, LoopLag
 
 

@@ -22,8 +22,9 @@ from typing import Protocol
 
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .failures import FAILURES, describe
+from .server_abilities import Sampling
 from .server_log import ServerLogs, explain
-from .vllm_api import TURN_TIMEOUT_S, Sampling, VLLMServer
+from .vllm_api import TURN_TIMEOUT_S, VLLMServer
 
 
 RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer

@@ -17,17 +17,8 @@ from transformers import PretrainedConfig
 from ..errors import ConfigurationError, TRLDARTSError, did_you_mean
 from .failures import FAILURES, describe
 from .sampling import user_seed
-from .vllm_api import (
-    LOAD_ADAPTER,
-    ServerBusyError,
-    ServerRefusedError,
-    VLLMServer,
-    max_num_seqs,
-    option_names,
-    sampling_of,
-    try_options,
-    vocabulary_size,
-)
+from .server_abilities import max_num_seqs, option_names, sampling_of, try_options, vocabulary_size
+from .vllm_api import LOAD_ADAPTER, ServerBusyError, ServerRefusedError, VLLMServer
 from .waiting import INTERVAL_S, Waiting
 
 

@@ -7,10 +7,9 @@ process behind the API dies, a stream ends normally but without one.
 
 import asyncio
 import math
-import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import aiohttp
 import orjson
 
 from ..errors import GenerationError
-from ..scheduling.concurrency import ServerLoad
 from ..weights.plugin import IN_USE, NUM_OUTPUTS, PROBE, UNUSED
 from .addresses import key_of
 from .waiting import Deadlines
@@ -33,7 +31,6 @@ TURN_TIMEOUT_S = 120.0  # for sleep and wake-up, which move a large model's weig
 MAX_OPENING = 16
 MAX_OPENING_S = 1.0  # a request counts as opened then: a proxy may hold the headers back until the first token
 TOKEN_ID = "token_id:"  # before a token's ID in log-probs, with `return_tokens_as_token_ids`
-TRY_TIMEOUT_S = 5.0
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UPLOADS = "/trl_darts/adapters/"  # of `trl_darts.serving.adapters`
 MAX_MESSAGE = 2000  # characters of a server's message in an error: it may be a proxy's web page
@@ -356,137 +353,6 @@ def _kind(status: int | None) -> type[ServerRefusedError]:
         return ServerBusyError
     is_timeout = status in (408, 425)  # of a proxy
     return ServerRefusedError if status is not None and 400 <= status < 500 and not is_timeout else ServerBrokenError
-
-
-def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
-    """Returns the number of sequences that a server decodes at once, over all copies of the model, if known."""
-    per_copy = (vllm_config.get("scheduler_config") or {}).get("max_num_seqs")
-    copies = (vllm_config.get("parallel_config") or {}).get("data_parallel_size")
-    return per_copy * (copies or 1) if per_copy else None
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a server draws random numbers."""
-
-    seed: int | None  # of its engines; `None` if unknown
-    num_engines: int = 1  # more than one with data parallelism
-    takes_seeds: bool = True  # whether requests can have seeds
-
-    def repeats(self, others: Iterable["Sampling"]) -> bool:
-        """Whether candidates of a prompt could be equal on its engines, or on it and on others."""
-        return self.seed is None or self.num_engines > 1 or any(other.seed == self.seed for other in others)
-
-
-async def sampling_of(server: VLLMServer, vllm_config: Mapping[str, Any]) -> Sampling:
-    """
-    Returns how a server samples. On a CPU, a seeded request that is preempted or prefilled in parts kills the engine,
-    unless our plugin prevents it.
-    """
-    seed = (vllm_config.get("model_config") or {}).get("seed")
-    num_engines = (vllm_config.get("parallel_config") or {}).get("data_parallel_size") or 1
-    on_cpu = (vllm_config.get("device_config") or {}).get("device") == "cpu"
-    return Sampling(seed, num_engines, not on_cpu or await server.spares_generators())
-
-
-async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
-    """
-    Returns the vocabulary size of a server's model, `None` if the server accepts any token. No endpoint has it, but
-    the error for a token beyond the vocabulary does, without any decoding.
-    """
-    options = {"model": model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
-    try:
-        await server.complete(CompletionRequest.of("vocabulary", ServerPrompt([0]), [], options), timeout_s=60.0)
-    except ServerRefusedError as refusal:
-        if match := re.search(r"Vocabulary size: (\d+)", str(refusal)):
-            return int(match[1])
-        raise
-    return None
-
-
-async def option_names(server: VLLMServer, images: bool) -> set[str]:
-    """
-    Returns the names of the options that a server knows, also for prompts with images if there are any. It ignores
-    other names without a message. Empty if it does not show its API.
-    """
-    schemas = ((await server.get("/openapi.json") or {}).get("components") or {}).get("schemas") or {}
-    names = set((schemas.get("CompletionRequest") or {}).get("properties") or ())
-    if images:
-        generate = (schemas.get("GenerateRequest") or {}).get("properties") or {}
-        names &= {"model", *((generate.get("sampling_params") or {}).get("properties") or names)}
-    return names
-
-
-async def try_options(server: VLLMServer, options: Mapping[str, Any], images: bool) -> None:
-    """
-    Has a server complete one token. Raises [`ServerRefusedError`] with its message if it refuses the options, which it
-    does at once, or `TimeoutError` if it only waits to decode: it may be busy, or paused since a trainer was killed.
-    """
-    least, most = options.get("min_tokens", 0), options.get("max_tokens", 16)
-    if type(least) is type(most) is int and most > 1:  # else the server says what is wrong
-        options = {**options, "max_tokens": 1, "min_tokens": min(least, 1 if least <= most else 2)}
-    requests = [CompletionRequest.of("options", ServerPrompt([0]), [], options)]
-    if images:
-        requests.append(CompletionRequest.of("image-options", ServerPrompt([0], {}), [], options))
-        requests[1].body["features"] = None
-    for request in requests:
-        await server.complete(request, TRY_TIMEOUT_S)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """Counters of speculative decoding, since a server's start or between two reads. Named as in vLLM's metrics."""
-
-    num_drafts: float = 0.0  # drafts, each for one sequence in one step
-    num_draft_tokens: float = 0.0
-    num_accepted_tokens: float = 0.0
-    generation_tokens: float = 0.0
-
-    def since(self, before: "DraftCounts") -> "DraftCounts":
-        """Returns the difference, or all counts if the server was restarted."""
-        if self.generation_tokens < before.generation_tokens:
-            return self
-        return DraftCounts(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
-
-
-async def draft_counts(server: VLLMServer, timeout_s: float = 2.0) -> DraftCounts | None:
-    """Reads a server's counters of speculative decoding, `None` if it has no metrics."""
-    found = await _metrics(server, timeout_s)
-    names = [field.name for field in fields(DraftCounts)]
-    values = [found.get(name) or found.get(f"spec_decode_{name}") for name in names] if found else []
-    return DraftCounts(*(sum(counts or ()) for counts in values)) if found else None
-
-
-async def server_load(server: VLLMServer, timeout_s: float = 2.0) -> ServerLoad | None:
-    """Reads a server's load, `None` if it has no metrics."""
-    found = await _metrics(server, timeout_s)
-    names = ("num_requests_running", "num_requests_waiting", "num_preemptions", "generation_tokens")
-    if not all(name in found for name in (*names, "kv_cache_usage_perc")):
-        return None
-    running, waiting, preemptions, tokens = (sum(found[name]) for name in names)
-    return ServerLoad(running, waiting, preemptions, max(found["kv_cache_usage_perc"]), tokens)
-
-
-async def num_engines(server: VLLMServer, timeout_s: float = 2.0) -> int:
-    """Returns the number of a server's engines, of which it has several with data parallelism."""
-    return max(1, len((await _metrics(server, timeout_s)).get("num_requests_running", ())))
-
-
-async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float]]:
-    """
-    Reads a server's metrics, by name without `vllm:` and `_total`, with one value per engine (and label). Empty if it
-    has none.
-    """
-    try:
-        text = await server.get_text("/metrics", timeout_s)
-    except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
-        return {}
-    found: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        if line.startswith("vllm:"):
-            name = re.split(r"[{ ]", line, maxsplit=1)[0].removeprefix("vllm:").removesuffix("_total")
-            found.setdefault(name, []).append(float(line.rpartition(" ")[2]))
-    return found
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:

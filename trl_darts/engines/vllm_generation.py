@@ -27,7 +27,7 @@ from .main_process import MainProcess
 from .monitor import shows_weights
 from .pool import State
 from .preflight import AdapterNeeds, ServerFacts
-from .vllm_api import DraftCounts, draft_counts
+from .server_metrics import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from ..engines.batch import PromptBatch
-from ..engines.vllm_api import DraftCounts
+from ..engines.server_metrics import DraftCounts
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
 from ..training.rows import BufferedRows
 from ..weights import SyncRecord

@@ -31,6 +31,7 @@ from ..scheduling import (
     GroupPlan,
     RolloutResult,
     Scheduler,
+    Submit,
     TokensArrived,
 )
 from ..scheduling.ledger import Ledger
@@ -45,7 +46,7 @@ Loop = Callable[..., Outcome]  # TRL's `_tool_call_loop`, which takes the traine
 Parse = Callable[[Any, Any, Any, Any], Any]  # of prompts, completions, a tokenizer and the tokens of the prompts
 
 
-class Prompts(Protocol):
+class RowPrompts(Protocol):
     """Prompts of all rows."""
 
     @property
@@ -100,7 +101,7 @@ class CandidateRun:
     """
 
     def __init__(
-        self, trainer: Any, loop: Loop, parse: Parse, turns: Turns, prompts: Prompts, messages: Sequence[Any]
+        self, trainer: Any, loop: Loop, parse: Parse, turns: Turns, prompts: RowPrompts, messages: Sequence[Any]
     ) -> None:
         self._loop = loop
         self._parse = parse
@@ -150,9 +151,9 @@ class CandidateRun:
         for command in commands:
             if isinstance(command, Abort):
                 self._abort(scheduler, command)
-            else:
-                row = self._prompts.row_of(command.group_id, command.index)  # type: ignore[union-attr]
-                player = _Player(command.candidate_id, command.segment, row)  # type: ignore[union-attr]
+            elif isinstance(command, Submit):
+                row = self._prompts.row_of(command.group_id, command.index)
+                player = _Player(command.candidate_id, command.segment, row)
                 self._players[player.candidate_id] = player
                 threading.Thread(target=self._run, args=[player], name="trl_darts-conversation", daemon=True).start()
 

@@ -21,7 +21,8 @@ import torch
 from ..engines.failures import FAILURES, describe
 from ..engines.main_process import MainProcess
 from ..engines.pool import Member, State
-from ..engines.vllm_api import CompletionRequest, ServerPrompt, num_engines
+from ..engines.server_metrics import num_engines
+from ..engines.vllm_api import CompletionRequest, ServerPrompt
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import WeightSyncError
 

@@ -17,14 +17,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from ...engines.vllm_api import (
-    CompletionRequest,
-    ServerPrompt,
-    ServerRefusedError,
-    VLLMServer,
-    max_num_seqs,
-    vocabulary_size,
-)
+from ...engines.server_abilities import max_num_seqs, vocabulary_size
+from ...engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
 from ...errors import ConfigurationError
 
 
