@@ -70,7 +70,7 @@ class AgentAudit:
     def _count(self, result: RolloutResult, played: Any) -> None:
         self.counts["rows"] += sum(len(group.rows) for group in result.groups)
         self.counts["expected rows"] += NUM_PROMPTS * NUM_GENERATIONS
-        self.counts["answers"] += sum(m["role"] == "tool" for own in played.values() for m in own.outcome[1][0])
+        self.counts["answers"] += sum(own.outcome[4] for own in played.values())  # as TRL counts calls
 
     @property
     def worst(self) -> float:
