@@ -10,6 +10,7 @@ item, or guesses a result instead of calculating it: that is what GRPO is for.
 import argparse
 import json
 import random
+import re
 import sqlite3
 import time
 from itertools import product
@@ -78,9 +79,13 @@ def make_database() -> None:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per character, and one per number, item and frame of a call."""
-    tokens = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
+    frames = [" costs ", "user:", "assistant:", "tool:", "nothing", SEARCH_OPEN, CALCULATE_OPEN, CLOSE]
+    words = [*sorted(prices()), *frames]
+    numbers = map(str, range(10, 1000))
+    tokens = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127)), *numbers, *words]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    pattern = "|".join([*map(re.escape, words), r"[1-9][0-9]{0,2}", r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -90,9 +95,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    numbers = [str(number) for number in range(10, HIGHEST + 1)]
-    fast.add_tokens([*numbers, *sorted(prices()), " costs ", "user:", "assistant:", "tool:", "nothing"])
-    fast.add_tokens([SEARCH_OPEN, CALCULATE_OPEN, CLOSE])
     fast.chat_template, fast.response_template = TEMPLATE, RESPONSE_TEMPLATE
     return fast
 

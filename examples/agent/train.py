@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from task import TOOLS, accuracy_reward, make_dataset
+from transformers import PreTrainedTokenizerFast
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 
@@ -51,6 +52,8 @@ def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: 
         args=args,
         train_dataset=make_dataset(64 * 8, seed),
         eval_dataset=make_dataset(128, 0, "test"),
+        # `AutoTokenizer` takes Qwen2's class for a Qwen2, with its own idea of words.
+        processing_class=PreTrainedTokenizerFast.from_pretrained(CHECKPOINT),
         tools=TOOLS,
     )
 

@@ -6,6 +6,7 @@ import sqlite3
 import sys
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.lines import ROOT
 from benchmarks.vllm_server import start_vllm_server
@@ -61,7 +62,8 @@ def test_conversations_are_written_as_the_chat_template_writes_them(task):
     import pretrain
     from trl.chat_template_utils import parse_response
 
-    rng, tokenizer = random.Random(0), pretrain.build_tokenizer()
+    rng, tokenizer = random.Random(0), PreTrainedTokenizerFast.from_pretrained(pretrain.CHECKPOINT)
+    assert tokenizer.get_vocab() == pretrain.build_tokenizer().get_vocab()
     for is_flawed in (False, True) * 10:
         text = "".join(part for part, _ in pretrain.conversation(rng, task.prices(), is_flawed))
         messages = []
