@@ -38,6 +38,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_tensor_parallel_size": 1,
         "vllm_enable_sleep_mode": False,
         "schedule": "darts",
+        "over_provisions": False,
         "rollout_ahead": 0,
         "drop_uniform_groups": False,
         "scores_early": False,
@@ -190,6 +191,12 @@ def test_schedules_that_choose_their_prompts(changes, words):
 def test_uniform_groups_are_those_of_one_turn():
     with pytest.raises(ConfigurationError, match=r"`drop_uniform_groups` \(True\) .* with `tools`"):
         check_path(trainer(drop_uniform_groups=True, use_vllm=True, tools=[max]))
+
+
+def test_conversations_that_are_chosen_among_are_of_text():
+    words = r"`schedule` \('darts'\) chooses among conversations of text, and does not run with `tools` and a vision"
+    with pytest.raises(ConfigurationError, match=words):
+        check_path(trainer(over_provisions=True, use_vllm=True, tools=[max], **IMAGES))
 
 
 def test_a_curve_of_another_model_is_named(tmp_path, caplog):

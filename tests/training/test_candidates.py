@@ -16,7 +16,7 @@ from tests.training.test_conversations import Scripted, late
 from tests.trl_parity.tool_calls import CALLS, TOOLS, caller_maker, tool_trainer
 from tests.waits import wait_for
 from trl_darts.engines.batch import PromptBatch
-from trl_darts.errors import GenerationError
+from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler
 from trl_darts.scheduling.policies import DualEnd
 from trl_darts.streaming import decode_completions
@@ -131,7 +131,7 @@ def test_what_is_beyond_the_limit_is_not_decoded(trainer, monkeypatch):
     monkeypatch.setattr(trainer, "max_completion_length", 180)
     turns = Turns(trainer.processing_class)
     play(trainer, turns, *prompts_of(trainer, 12))
-    assert min(turns.limits) < 180 == max(turns.limits)
+    assert 1 <= min(turns.limits) < 180 == max(turns.limits)
 
 
 def test_a_turn_of_a_spare_conversation_is_aborted(trainer):
@@ -204,6 +204,26 @@ def test_a_servers_error(trainer, drops):
         assert [group.plan.group_id for group in result.groups] == [0, 2]
         assert list(result.dropped) == [1]
     threads_have_ended()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_prompt_that_is_too_long(trainer, drops):
+    """Its group alone is dropped, where groups may be dropped."""
+    turns = Turns(trainer.processing_class)
+
+    def start(conversation, turn, prompt, most):
+        if conversation // M == 1:
+            raise ConfigurationError("1 prompts of this batch are longer than 8 tokens")
+        return Turns.start(turns, conversation, turn, prompt, most)
+
+    strict = type("", (), {"start": staticmethod(start), "tend": staticmethod(turns.tend)})
+    messages, batch = prompts_of(trainer, 3)
+    if drops:
+        _, result = play(trainer, strict, messages, batch, drops=True)
+        assert list(result.dropped) == [1]
+    else:
+        with pytest.raises(ConfigurationError, match="longer than 8 tokens"):
+            play(trainer, strict, messages, batch)
 
 
 def test_an_error_of_a_template_is_raised_as_it_is(trainer, monkeypatch):

@@ -1,5 +1,6 @@
 """Batches whose candidates are conversations with tools."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -71,7 +72,7 @@ class ConversationSource(LoaderSource):
         repeated = dict(zip(sorted(result.dropped), cycle(groups), strict=False))
         first = {place: [own.first for own in group] for place, group in groups.items()}
         rows = KeptConversations(**vars(KeptRows.of_groups(first, repeated, batch.num_generations)))
-        groups |= {place: groups[other] for place, other in repeated.items()}
+        groups |= {place: copy.deepcopy(groups[other]) for place, other in repeated.items()}  # rewards may change them
         rows.played = [own for place in sorted(groups) for own in groups[place]]
         return rows
 

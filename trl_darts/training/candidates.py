@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from ..errors import GenerationError
+from ..errors import ConfigurationError, GenerationError
 from ..scheduling import (
     Abort,
     CandidateEnded,
@@ -114,12 +114,14 @@ class CandidateRun:
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._players: dict[int, _Player] = {}  # by candidate
         self._error: Exception | None = None  # of our own, or of the chat template
+        self._drops = False  # whether a prompt that can't be answered costs its group alone
         self.played: dict[int, Played] = {}  # by candidate
 
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], on_progress: Callable[[Ledger], None] | None = None
     ) -> RolloutResult:
         """Runs the rollout. Raises [`GenerationError`] if the servers fail."""
+        self._drops = scheduler.drop_failed_groups
         commands = scheduler.start(plans, [EngineLoad("conversations", MOST)], time.perf_counter())
         try:
             self._execute(scheduler, commands)
@@ -179,13 +181,13 @@ class CandidateRun:
             played = self._play(player)
         except (Over, CancelledError):
             return
-        except GenerationError as error:
-            now = time.perf_counter()
-            self._events.put(CandidateFailed(player.candidate_id, player.segment, str(error), now))
-            return
         except Exception as error:
-            self._error = error
-            self._events.put(None)
+            if isinstance(error, GenerationError) or (self._drops and isinstance(error, ConfigurationError)):
+                now = time.perf_counter()
+                self._events.put(CandidateFailed(player.candidate_id, player.segment, str(error), now))
+            else:
+                self._error = error
+                self._events.put(None)
             return
         self.played[player.candidate_id] = played
         ends = played.outcome[2][0][-1] in self._ends  # as TRL tells truncated completions
@@ -200,8 +202,8 @@ class CandidateRun:
         def decode(tokens: Tokens) -> tuple[Tokens, list[float] | None]:
             nonlocal last_end
             player.acting_s += time.perf_counter() - last_end
-            # TRL cuts what is beyond the limit: it need not be decoded.
-            turn = self._decode(player, tokens, max(1, self._most - (len(tokens) - len(prompt))))
+            most = self._most - (len(tokens) - len(prompt))  # TRL cuts what is beyond the limit
+            turn = self._decode(player, tokens, most) if most > 0 else ([], [])
             last_end = time.perf_counter()
             return turn
 

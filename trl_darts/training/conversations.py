@@ -171,7 +171,7 @@ class Conversations:
         outcomes = {i: self._loop(self._trainer, *rows[i]) for i in range(len(prompts)) if i not in set(calling)}
         if calling:
             with self._threads(len(calling)) as pool:
-                own = {i: pool.submit(self._loop, self._alone(i), *rows[i]) for i in calling}
+                own = {i: pool.submit(self._loop, self._alone(i, len(prompt_ids[i])), *rows[i]) for i in calling}
                 self._wait(list(own.values()))
             outcomes |= {i: future.result() for i, future in own.items()}
         return joined([outcomes[i] for i in range(len(prompts))], logprobs is not None)
@@ -193,7 +193,7 @@ class Conversations:
                 future.result()  # raises
             self._turns.tend()
 
-    def _alone(self, row: int) -> Any:
+    def _alone(self, row: int, num_prompt_tokens: int) -> Any:
         """Returns a copy of the trainer whose only row is this one."""
         numbers, last_end = count(), time.perf_counter()
         self.acting_s[row] = 0.0
@@ -201,6 +201,8 @@ class Conversations:
         def decode(prompt: Tokens) -> tuple[Tokens, list[float] | None]:
             nonlocal last_end
             self.acting_s[row] += time.perf_counter() - last_end
+            if len(prompt) - num_prompt_tokens >= self._trainer.max_completion_length:
+                return [], []  # TRL would cut all of it
             self.num_turns += 1
             turn = self._turns.decode(row, next(numbers), prompt)
             last_end = time.perf_counter()
