@@ -36,12 +36,13 @@ def agent(server, model_dir, tmp_path, tools=(multiply,), **fields):
 def check_rows(reader, batches):
     """Calls were answered, and the tokens that the model did not sample are masked."""
     rows = [row for batch in reader.batches for row in batch]
-    assert any(tool_messages(row) for row in rows)
     for row in rows:
         calls = [text for m in row[1] if m["role"] == "assistant" for text in said(m)[1:]]
         answers = [message["content"] for message in tool_messages(row)]
         assert answers == [MULTIPLY[call] for call in calls[: len(answers)]]
-    assert any((batch["tool_mask"] < batch["completion_mask"]).any() for batch in batches)
+    has_answers = any(tool_messages(row) for row in rows)
+    assert has_answers == any((batch["tool_mask"] < batch["completion_mask"]).any().item() for batch in batches)
+    return has_answers
 
 
 @pytest.mark.parametrize("fields", [{}, {"schedule": "grpo"}, {"long_end_patience": "none"}], ids=str)
@@ -50,12 +51,12 @@ def test_whole_conversations(server, model_dir, tmp_path, caplog, fields):
     batches, rollouts = record_batches(trainer), record_rollouts(trainer)
     trainer.train()
     assert len(reader.batches) == 3
-    check_rows(reader, batches)
     spare = trainer.args.over_provisions
+    assert check_rows(reader, batches) or spare
     for entry in rollout_logs(trainer):
         assert (entry["darts/budget/total"] > 16) == spare
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3  # over all turns, of tokens with loss
-        assert entry["darts/tools/turns"] > 0
+        assert spare or entry["darts/tools/turns"] > 0  # conversations without a call end first
         assert entry["darts/tools/kept_vs_pool_turns_ratio"] > 0
     for batch, record in zip(batches, rollouts, strict=True):
         kept = [group.lengths[i] for group in record.summaries for i in group.selected]

@@ -278,7 +278,6 @@ def turns_per_step(turns: list[str]) -> list[int]:
 
 def check_answers(rank):
     """Each call got its answer, or had no room for it."""
-    assert any(rank["answers"])
     for calls, answers in zip(rank["calls"], rank["answers"], strict=True):
         assert answers == [MULTIPLY[call] for call in calls[: len(answers)]]
 
@@ -287,6 +286,7 @@ def check_answers(rank):
 def test_the_main_process_plays_the_conversations_of_all(launches):
     """More than are trained on, and each process has its rows with what tools said."""
     ranks = launches("ddp", "tools")
+    assert any(rank["answers"] for rank in ranks)
     for rank in ranks:
         check_answers(rank)
         assert rank["turns"].count("training") == 6
@@ -294,7 +294,7 @@ def test_the_main_process_plays_the_conversations_of_all(launches):
     log = [line for line in ranks[0]["log"] if "darts/budget/total" in line]
     assert all(float(line["darts/budget/total"]) > 16.0 for line in log)
     assert sum(float(line["darts/rollout/aborted_candidates"]) for line in log) > 0
-    assert all(float(line["darts/tools/turns"]) > 0.0 for line in log)
+    assert sum(float(line["darts/tools/turns"]) for line in log) > 0.0
 
 
 @pytest.mark.vllm
@@ -305,6 +305,7 @@ def test_tool_loops_of_different_length(launches):
     assert len(later[0]) == len(later[1]) == 6
     assert later[0] != later[1]  # else nothing was tested
     for rank in ranks:
+        assert any(rank["answers"])
         check_answers(rank)
     totals = [float(line["darts/budget/total"]) for line in ranks[0]["log"] if "darts/budget/total" in line]
     assert {*totals} == {16.0}  # no candidate is chosen by its first turn
