@@ -1,6 +1,7 @@
 """Conversations with tools as candidates, with a real vLLM server: whole rollouts, weights, what is refused."""
 
 import threading
+from functools import wraps
 
 import pytest
 
@@ -69,14 +70,8 @@ def test_whole_conversations(server, model_dir, tmp_path, caplog, fields):
 def test_what_a_slow_tool_holds_up_is_left_out(server, model_dir, tmp_path):
     over, lock, seen = threading.Event(), threading.Lock(), []
 
-    def multiply(a: int, b: int) -> int:
-        """
-        Multiplies two numbers.
-
-        Args:
-            a: One number.
-            b: The other.
-        """
+    @wraps(multiply)
+    def slow(a, b):
         with lock:
             seen.append(b)
             hangs = len(seen) == 1
@@ -86,7 +81,7 @@ def test_what_a_slow_tool_holds_up_is_left_out(server, model_dir, tmp_path):
 
     # As many spare candidates as rows: groups stop at their fourth complete one.
     fields = {"max_num_generations": 8, "min_num_generations": 8, "target_redundancy": 2.0, "max_steps": 1}
-    trainer, _ = agent(server, model_dir, tmp_path, tools=[multiply], **fields)
+    trainer, _ = agent(server, model_dir, tmp_path, tools=[slow], **fields)
     trainer.train()
     assert not over.is_set()
     assert len(seen) > 1

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack, suppress
+from functools import wraps
 
 import pandas as pd
 import psutil
@@ -13,6 +14,7 @@ from benchmarks.vllm_server import start_vllm_server
 from tests.builders import ON_POLICY, make_trainer, record_batches, rollout_logs
 from tests.test_agents import agent
 from tests.test_trainer_server import server_args
+from tests.trl_parity.tool_calls import multiply
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
 
@@ -144,14 +146,8 @@ def test_no_tool_is_called_twice(server, mortal, model_dir, tmp_path):
     """A server dies while conversations decode and wait for tools; they go on elsewhere."""
     lock, called = threading.Lock(), []
 
-    def multiply(a: int, b: int) -> int:
-        """
-        Multiplies two numbers.
-
-        Args:
-            a: One number.
-            b: The other.
-        """
+    @wraps(multiply)
+    def deadly(a, b):
         with lock:
             called.append(b)
             if len(called) == 5:
@@ -162,7 +158,7 @@ def test_no_tool_is_called_twice(server, mortal, model_dir, tmp_path):
     urls = ",".join([server.base_url, mortal.server.base_url])
     fields = {"schedule": "grpo", "vllm_server_base_url": urls, "max_steps": 2, "max_completion_length": 400}
     fields["max_tool_calling_iterations"] = 6
-    trainer, reader = agent(server, model_dir, tmp_path, tools=[multiply], **fields)
+    trainer, reader = agent(server, model_dir, tmp_path, tools=[deadly], **fields)
     trainer.train()
     rows = [row for batch in reader.batches for row in batch]
     assert len(rows) == 32

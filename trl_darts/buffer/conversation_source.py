@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, pairwise
 from statistics import mean
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from ..streaming import decode_completions
 from ..telemetry.metrics import RolloutRecord
 from ..training.candidates import CandidateRun, Played
 from ..training.conversations import Outcome, joined
-from ..training.rows import KeptRows
+from ..training.rows import KeptRows, repeated_groups
 from .sources import LoaderSource
 
 
@@ -69,7 +69,7 @@ class ConversationSource(LoaderSource):
         played, self._played = self._played, {}
         groups = {group.plan.group_id: [played[row.candidate_id] for row in group.rows] for group in result.groups}
         self._metrics = self._of_turns([own for group in groups.values() for own in group], list(played.values()))
-        repeated = dict(zip(sorted(result.dropped), cycle(groups), strict=False))
+        repeated = repeated_groups(result)
         first = {place: [own.first for own in group] for place, group in groups.items()}
         rows = KeptConversations(**vars(KeptRows.of_groups(first, repeated, batch.num_generations)))
         groups |= {place: copy.deepcopy(groups[other]) for place, other in repeated.items()}  # rewards may change them

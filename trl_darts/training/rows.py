@@ -36,7 +36,7 @@ class KeptRows:
     def of_result(cls, result: RolloutResult, num_generations: int) -> "KeptRows":
         """Collects the rows of a rollout. Each dropped group repeats another one, in turn."""
         groups = {group.plan.group_id: [(row.tokens, row.logprobs) for row in group.rows] for group in result.groups}
-        return cls.of_groups(groups, dict(zip(sorted(result.dropped), cycle(groups), strict=False)), num_generations)
+        return cls.of_groups(groups, repeated_groups(result), num_generations)
 
     @classmethod
     def of_groups(
@@ -93,6 +93,11 @@ class BufferedRows(KeptRows):
     ages: list[list[tuple[int, int]]] = field(default_factory=list)
     states: dict[str, int] = field(default_factory=dict)  # number of prompts in the buffer, by lifecycle state
     is_long: bool | None = None  # whether the round was a long one, with tail batching
+
+
+def repeated_groups(result: RolloutResult) -> dict[int, int]:
+    """Returns the ID of the group that each dropped one repeats, in turn, by its own."""
+    return dict(zip(sorted(result.dropped), cycle(group.plan.group_id for group in result.groups), strict=False))
 
 
 def _pack(rows: Sequence[Sequence[Any]], dtype: Any) -> Packed:
