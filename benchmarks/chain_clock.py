@@ -10,7 +10,7 @@ from benchmarks.models import EOS_ID
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
 from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
 from trl_darts.engines.batch import PromptBatch
-from trl_darts.scheduling import RolloutResult
+from trl_darts.scheduling import GroupPlan, RolloutResult
 from trl_darts.testing import StubEngine
 
 
@@ -32,18 +32,19 @@ class ChainClock(StubEngine):
         self.now = self._trains = 0.0  # seconds, and those of the training that is under way
         self._launched: RolloutResult | None = None
 
-    def _write_all(self, batch: PromptBatch, counts: Sequence[int]) -> list[list[list[int]]]:
-        letters = [batch.rows[batch.row_of(group, 0)][-1] for group in range(len(counts))]
+    def _write_all(self, batch: PromptBatch, groups: Sequence[GroupPlan]) -> dict[int, list[list[int]]]:
+        counts = [group.num_candidates for group in groups]
+        letters = [batch.rows[batch.row_of(group.group_id, 0)][-1] for group in groups]
         self._table = probabilities(self._model)
         answers = iter(sample(self._table, np.repeat(letters, counts), self._rng))
-        own = [[next(answers) for _ in range(count)] for count in counts]
+        own = {group.group_id: [next(answers) for _ in range(group.num_candidates)] for group in groups}
         self._new = letters, own
         return own
 
     def extend(self, plan: Any, batch: PromptBatch) -> None:
         """Adds groups, and notes the log-probs of their answers."""
         super().extend(plan, batch)
-        for group, letter, answers in zip(plan.groups, *self._new, strict=True):
+        for group, letter, answers in zip(plan.groups, self._new[0], self._new[1].values(), strict=True):
             self._letters[group.group_id] = letter
             for index, answer in enumerate(answers):
                 self._logprobs[group.group_id, index] = self._log(letter, answer)

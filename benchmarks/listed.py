@@ -98,7 +98,7 @@ def seconds(engine: Any, num_prompts: int, tokens: int) -> float:
     for url in engine.base_urls:
         requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
     plans = [GroupPlan(index, NUM_GENERATIONS, prompt_key=index) for index in range(num_prompts)]
-    prompts = [[ServerPrompt([5 + index % 10, 6])] for index in range(num_prompts)]
+    prompts = {index: [ServerPrompt([5 + index % 10, 6])] for index in range(num_prompts)}
     body = {"model": str(CHECKPOINT), "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
     start = time.perf_counter()
     engine.run(Scheduler(SchedulePolicies(), NUM_GENERATIONS), plans, prompts, body, None)

@@ -160,7 +160,7 @@ def measure(urls: list[str], stubs: int, num_candidates: int, schedule: str) -> 
     plans = [GroupPlan(index, each) for index in range(num_prompts)]
     scheduler = Scheduler(ScheduleSettings(schedule, NUM_GENERATIONS).policies(), NUM_GENERATIONS)
     scheduler.handle = meter.watch(scheduler.handle)  # type: ignore[method-assign]
-    prompts = [[ServerPrompt([5] * 100)]] * num_prompts
+    prompts = {index: [ServerPrompt([5] * 100)] for index in range(num_prompts)}
     body = {"model": "m", "max_tokens": MAX_TOKENS, "logprobs": 0, "seed": 0}
     meter.start()
     start = time.perf_counter()

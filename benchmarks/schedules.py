@@ -137,9 +137,7 @@ class ServerCluster:
         """Returns the parameters of an answer with this length. Endless ones are truncated by `max_tokens`."""
         return {"min_tokens": min(tokens - 1, max_length), "logit_bias": {str(self.eos_id): 100}}
 
-    def run(
-        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
-    ) -> RolloutResult:
+    def run(self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Any, max_length: int) -> RolloutResult:
         """Runs one rollout after resetting the prefix cache, as a weight sync does."""
 
         def fixed(command: Submit) -> dict[str, Any]:
@@ -147,7 +145,7 @@ class ServerCluster:
 
         for url in self.engine.base_urls:
             requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
-        prompts = [[ServerPrompt(self.prompt(plan.prompt_key))] for plan in plans]
+        prompts = {plan.group_id: [ServerPrompt(self.prompt(plan.prompt_key))] for plan in plans}
         body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
         return self.engine.run(scheduler, plans, prompts, body | dict(self.sampling), fixed)
 

@@ -12,7 +12,7 @@ from .engines.engine import Engine, OnGroup, OnProgress, RolloutPlan
 from .engines.main_process import MainProcess
 from .engines.preflight import ServerFacts
 from .policy import LatencyCurve
-from .scheduling import Admission, RolloutResult
+from .scheduling import Admission, GroupPlan, RolloutResult
 from .training.rows import UNKNOWN, KeptRows, Tokens
 from .trl_compat import grpo_trainer, replaced
 
@@ -57,9 +57,9 @@ class StubEngine(Engine):
         if self._continuous is None:
             self._continuous = VirtualContinuous(self._cluster, plan.scheduler, self._limit, self._step)
             self._on_group = plan.on_group
-        own = self._write_all(batch, [group.num_candidates for group in plan.groups])
-        self._completions |= {group.group_id: rows for group, rows in zip(plan.groups, own, strict=True)}
-        self._continuous.add(plan.groups, [[len(tokens) for tokens in rows] for rows in own])
+        own = self._write_all(batch, plan.groups)
+        self._completions |= own
+        self._continuous.add(plan.groups, [[len(tokens) for tokens in rows] for rows in own.values()])
 
     def drain(self, step: int) -> None:
         """See [`Engine`]."""
@@ -92,8 +92,8 @@ class StubEngine(Engine):
             assert self._continuous is not None
             completions, result = self._completions, self._continuous.take(plan.takes)
         else:
-            completions = dict(enumerate(self._write_all(batch, plan.admission.num_candidates)))
-            lengths = [[len(tokens) for tokens in rows] for rows in completions.values()]
+            completions = self._write_all(batch, plan.groups)
+            lengths = {group_id: [len(tokens) for tokens in rows] for group_id, rows in completions.items()}
             result = self._cluster.run(plan.scheduler, plan.groups, lengths, self._limit)
         for group in result.groups:
             own = completions.pop(group.plan.group_id)
@@ -104,11 +104,14 @@ class StubEngine(Engine):
                 self._on_group(group)
         return result
 
-    def _write_all(self, batch: PromptBatch, counts: Sequence[int]) -> list[list[Tokens]]:
-        return [[self._tokens(batch, group, index) for index in range(count)] for group, count in enumerate(counts)]
-
-    def _tokens(self, batch: PromptBatch, group: int, index: int) -> Tokens:
-        return self._write(batch.rows[batch.row_of(group, index)], index)
+    def _write_all(self, batch: PromptBatch, groups: Sequence[GroupPlan]) -> dict[int, list[Tokens]]:
+        return {
+            group.group_id: [
+                self._write(batch.rows[batch.row_of(group.group_id, index)], index)
+                for index in range(group.num_candidates)
+            ]
+            for group in groups
+        }
 
 
 class _StubGeneration:

@@ -247,7 +247,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         try:
             with RolloutProgress(self.callback_handler.callbacks, source.carries_over) as progress:
                 watched = self._preemption.watching(progress)
-                on_progress = main.run(lambda: streams.watch(batch.longest, watched, source.round_ids()), meanwhile)
+                on_progress = main.run(lambda: streams.watch(batch, watched), meanwhile)
                 with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                     result: Any = source.run(plan, batch, on_progress, meanwhile)
         except WeightsLostError as error:  # a rollout that was launched ahead

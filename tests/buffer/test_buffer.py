@@ -60,7 +60,7 @@ class Training:
             scheduler = Scheduler(self.settings.policies(batch_stop=plan.batch_stop), M)
             ChaosEngine(self.seed + self.version, num_engines=2).run(scheduler, plans)
             result = scheduler.result()
-        dropped = self.buffer.absorb(plan, result, self.version)
+        dropped = self.buffer.absorb(result, self.version)
         self.version += 1
         self.trained.append(self.policy.take(self.buffer, plan, len(dropped)))
         return self.trained[-1]
@@ -218,7 +218,7 @@ def test_dropped_prompts_leave():
         ChaosEngine(rng.randrange(2**32), failure_rate=0.02).run(scheduler, plans)
         if scheduler.error is not None:
             pytest.skip("all were dropped at once")
-        dropped = training.buffer.absorb(plan, scheduler.result(), 0)
+        dropped = training.buffer.absorb(scheduler.result(), 0)
         taken = training.policy.take(training.buffer, plan, len(dropped))
         keys.update(entry.prompt.key for entry in [*dropped, *taken])
     assert keys == Counter(range(9))
@@ -256,7 +256,7 @@ def test_uniform_groups_leave(size, most, teaches, seed):
             _, plans = training.policy.begin(buffer, plan, M, training.admission)
             scheduler = Scheduler(SchedulePolicies(batch_stop=plan.batch_stop), M)
             ChaosEngine(seed).run(scheduler, plans)
-            buffer.absorb(plan, scheduler.result(), 0)
+            buffer.absorb(scheduler.result(), 0)
             judged = {entry.entry_id: entry.prompt.key for entry in plan.entries}
             assert not sampled & judged.keys()
             sampled |= judged.keys()

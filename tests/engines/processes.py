@@ -102,7 +102,9 @@ def make_main_link(
     """Assigns candidates to the engines in turn, so that every group has some on every engine."""
     policies = make_policies("darts", M, max_num_generations=M_UP, **options)
     numbers = iter(range(10**6))
-    placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
+    placement = AssignedPlacement(
+        {place: [str(next(numbers) % num_engines) for _ in own] for place, own in enumerate(lengths)}
+    )
     plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
     scheduler = Scheduler(replace(policies, placement=placement), M)
     return WatchedMainLink(scheduler, plans, range(num_engines), mailbox, rollout)

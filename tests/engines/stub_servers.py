@@ -123,7 +123,7 @@ def rollout_of(
 ) -> tuple[Scheduler, list[GroupPlan], list[list[ServerPrompt]], Mapping[str, Any]]:
     """Arguments of `VLLMServerEngine.start` and `run`. The prompt of group i is `[i]`."""
     plans = [GroupPlan(i, size) for i in range(num_groups)]
-    return scheduler or grpo(size), plans, [[ServerPrompt([i])] for i in range(num_groups)], body
+    return scheduler or grpo(size), plans, {i: [ServerPrompt([i])] for i in range(num_groups)}, body
 
 
 def run(engine: VLLMServerEngine, num_groups: int = 1, size: int = 2, drops: bool = False, **kwargs: Any) -> Any:

@@ -54,6 +54,14 @@ def test_gather_on_one_process_is_alone():
     assert not gathered.multimodal
 
 
+def test_groups_of_a_buffer_are_told_by_their_ids():
+    own = PromptBatch.alone([[3, 4]] * 2 + [[5], [6]], 2, ids=[7, 4])
+    assert own.longest == {7: [3, 4], 4: [5]}
+    assert [own.row_of(4, index) for index in range(3)] == [2, 3, 2]
+    assert own.mixed[own.places[4]]
+    assert PromptBatch.alone([[3]] * 4, 2).longest == {0: [3], 1: [3]}
+
+
 def test_groups_that_straddle_processes(monkeypatch):
     """Three groups of four over processes with 6, 0, 1 and 5 rows."""
     rows = [[group, 9] for group in range(3) for _ in range(4)]

@@ -89,7 +89,7 @@ class Rollouts:
         scheduler, error = Scheduler(ScheduleSettings("grpo", size).policies(), size), None
         first, self.num_groups = self.num_groups, self.num_groups + num_groups
         plans = [GroupPlan(i, size) for i in range(num_groups)]
-        prompts = [[ServerPrompt([first + i, index]) for index in range(size)] for i in range(num_groups)]
+        prompts = {i: [ServerPrompt([first + i, index]) for index in range(size)] for i in range(num_groups)}
         start = time.perf_counter()
         try:
             engine.run(scheduler, plans, prompts, BODY)
@@ -248,7 +248,7 @@ def test_badly_answered_aborts_do_not_hold_the_rollout_up(monkeypatch, status):
     with fake_server(routes) as url:
         engine = VLLMServerEngine([url], PATIENT)
         start = time.perf_counter()
-        (group,) = engine.run(scheduler, [GroupPlan(0, 4)], [[ServerPrompt([0, i]) for i in range(4)]], BODY).groups
+        (group,) = engine.run(scheduler, [GroupPlan(0, 4)], {0: [ServerPrompt([0, i]) for i in range(4)]}, BODY).groups
         assert time.perf_counter() - start < 2.0
         engine.close()
     assert group.selected == [0, 1]

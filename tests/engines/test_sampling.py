@@ -95,7 +95,7 @@ def sampled(*servers: Seeded, always: bool = False, joins: Seeded | None = None)
             engine.add(stack.enter_context(fake_server(joins.routes)), nothing)
             servers = (*servers, joins)
             engine.call(_until_up(engine))
-        prompts, body = [[ServerPrompt([5])]], {"model": "m", "max_tokens": 8}
+        prompts, body = {0: [ServerPrompt([5])]}, {"model": "m", "max_tokens": 8}
         scheduler = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
         engine.run(scheduler, [GroupPlan(0, 8)], prompts, body, seed=RolloutSeed(5, (0, 0, 1), always))
         engine.close()

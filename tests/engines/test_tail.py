@@ -131,7 +131,7 @@ def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
     """Runs a rollout and checks every row."""
     policies = make_policies("grpo", 2, tail=TailPolicy(TailServers(takes_turns=takes_turns), switch_at))
     scheduler = Scheduler(policies, 2)
-    prompts = [[ServerPrompt([group, index]) for index in range(2)] for group in range(len(LENGTHS))]
+    prompts = {group: [ServerPrompt([group, index]) for index in range(2)] for group in range(len(LENGTHS))}
     plans = [GroupPlan(group, 2, num_prompt_tokens=2) for group in range(len(LENGTHS))]
     result = engine.run(scheduler, plans, prompts, BODY, on_progress=lambda _: on_progress())
     for group, lengths in zip(result.groups, LENGTHS, strict=True):

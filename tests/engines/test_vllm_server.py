@@ -48,7 +48,7 @@ def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on
     policies = make_policies(schedule, 4, **kwargs)
     plans = [GroupPlan(i, count) for i, count in enumerate(counts)]
     prompts = prompts or [[60 + i, 61] for i in range(len(counts))]
-    prompts = [[ServerPrompt(prompt)] for prompt in prompts]
+    prompts = {place: [ServerPrompt(prompt)] for place, prompt in enumerate(prompts)}
     return engine.run(Scheduler(policies, 4), plans, prompts, body, overrides, on_progress, seed)
 
 
@@ -149,9 +149,8 @@ def test_candidates_resume_after_their_tokens(engine, vllm_server):
 
 def run_one(engine, vllm_server, scheduler, resumed):
     greedy = body(vllm_server, temperature=0.0, max_tokens=30, ignore_eos=True)
-    return (
-        engine.run(scheduler, [GroupPlan(0, 1, resumed=resumed)], [[ServerPrompt([60, 61])]], greedy).groups[0].rows[0]
-    )
+    result = engine.run(scheduler, [GroupPlan(0, 1, resumed=resumed)], {0: [ServerPrompt([60, 61])]}, greedy)
+    return result.groups[0].rows[0]
 
 
 def test_what_moves_to_a_tail_server_is_the_models_own(vllm_server):
@@ -209,7 +208,7 @@ def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
     engine = VLLMServerEngine([vllm_server.base_url])
     scheduler = Scheduler(ScheduleSettings("grpo", 32).policies(), 32)
     fields = body(vllm_server, ignore_eos=True, max_tokens=2000)
-    future = engine.start(scheduler, [GroupPlan(0, 32)], [[ServerPrompt([60, 61])]], fields)
+    future = engine.start(scheduler, [GroupPlan(0, 32)], {0: [ServerPrompt([60, 61])]}, fields)
     wait_for(lambda: scheduler.ledger.num_running > 0, timeout_s=10.0)
     future.cancel()
     engine.close()
@@ -223,7 +222,7 @@ def test_killed_trainer_leaves_nothing_running(vllm_server):
         body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0)
         scheduler = Scheduler(ScheduleSettings("darts", 8, long_end_patience=None).policies(), 8)
         plans = [GroupPlan(i, 12) for i in range(8)]
-        prompts = [[ServerPrompt([60, i])] for i in range(8)]
+        prompts = {{i: [ServerPrompt([60, i])] for i in range(8)}}
         VLLMServerEngine([{vllm_server.base_url!r}]).run(scheduler, plans, prompts, body)
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])

@@ -108,7 +108,7 @@ def candidates(counts: list[int]) -> list[Candidate]:
 def test_order_is_by_expected_length_and_stable(batch, longest_first):
     counts, lengths, _ = batch
     batch_order = candidates(counts)
-    ordered = LengthOrder(lengths, longest_first).order(list(batch_order))
+    ordered = LengthOrder(dict(enumerate(lengths)), longest_first).order(list(batch_order))
     expected = [lengths[c.group_id] for c in ordered]
     assert expected == sorted(expected, reverse=longest_first)
     for length in set(lengths):
@@ -120,7 +120,8 @@ def test_order_is_by_expected_length_and_stable(batch, longest_first):
 def test_scheduler_submits_each_candidate_to_its_engine():
     counts, lengths = [6, 4, 5], [10.0, 300.0, 40.0]
     engines = balance(counts, lengths, 3)
-    placement = AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
+    engine_ids = {place: [str(engine) for engine in group] for place, group in enumerate(engines)}
+    placement = AssignedPlacement(engine_ids, dict(enumerate(lengths)))
     plans = [GroupPlan(index, count) for index, count in enumerate(counts)]
     scheduler = Scheduler(SchedulePolicies(placement=placement), num_generations=4)
     commands = scheduler.start(plans, [EngineLoad(str(i)) for i in range(3)], now=0.0)
@@ -174,7 +175,7 @@ def test_prompts_never_seen_get_candidates_by_the_deviation_that_their_length_pr
 def placed(plans, engines, lengths=None):
     """Returns the engines of all candidates by group, if there is room."""
     lengths = lengths or [1.0] * len(plans)
-    scheduler = Scheduler(SchedulePolicies(placement=LengthOrder(lengths)), 1)
+    scheduler = Scheduler(SchedulePolicies(placement=LengthOrder(dict(enumerate(lengths)))), 1)
     homes: dict[int, list[str]] = {}
     for command in scheduler.start(plans, engines, now=0.0):
         homes.setdefault(command.group_id, []).append(command.engine_id)

@@ -17,6 +17,7 @@ from trl_darts.scheduling import (
     AssignedPlacement,
     DualEnd,
     FirstGroups,
+    GroupPlan,
     LengthOrder,
     PromptInfo,
     ScheduleSettings,
@@ -52,19 +53,19 @@ def test_rows_of_the_table(schedule, stop, rounds):
 
 
 def test_the_policies_of_a_rollout_are_complete():
-    lengths, ready = [10.0, 90.0], FirstGroups(1)
-    assigned = AssignedPlacement([["0"], ["1"]])
-    policies = ScheduleSettings(tail_share=0.5).policies(lengths, ready, tail=TailServers())
-    assert policies.tail.long_groups == {1}
-    assert ScheduleSettings().policies(lengths, ready).tail is None
+    plans = [GroupPlan(7, 1, expected_length=10.0), GroupPlan(9, 1, expected_length=90.0)]
+    ready, assigned = FirstGroups(1), AssignedPlacement({7: ["0"], 9: ["1"]})
+    policies = ScheduleSettings(tail_share=0.5).policies(plans, ready, tail=TailServers())
+    assert policies.tail.long_groups == {9}
+    assert ScheduleSettings().policies(plans, ready).tail is None
     assert policies.batch_stop is ready
-    assert type(ScheduleSettings().policies(lengths).placement) is LengthOrder
-    assert type(ScheduleSettings().policies(lengths).batch_stop) is AllGroups
-    assert ScheduleSettings().policies(lengths, placement=assigned).placement is assigned
+    assert type(ScheduleSettings().policies(plans).placement) is LengthOrder
+    assert type(ScheduleSettings().policies(plans).batch_stop) is AllGroups
+    assert ScheduleSettings().policies(plans, placement=assigned).placement is assigned
     assert type(ScheduleSettings().policies().placement) is LeastLoaded  # without expected lengths
-    assert ScheduleSettings().policies(lengths).placement.longest_first
-    assert not ScheduleSettings("sorted").policies(lengths).placement.longest_first
-    assert type(ScheduleSettings(submit_order="arrival").policies(lengths).placement) is LeastLoaded
+    assert ScheduleSettings().policies(plans).placement.longest_first
+    assert not ScheduleSettings("sorted").policies(plans).placement.longest_first
+    assert type(ScheduleSettings(submit_order="arrival").policies(plans).placement) is LeastLoaded
     assert type(ScheduleSettings("tail_batching", selection="dual_end").policies().group_stop) is DualEnd
     assert type(ScheduleSettings(selection="uniform").policies().group_stop) is UniformPool
 

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 
 from tests.builders import make_args, make_trainer
 from tests.waits import wait_for
+from trl_darts.engines.batch import PromptBatch
 from trl_darts.scheduling import Candidate, GroupPlan
 from trl_darts.scheduling.ledger import Ledger
 from trl_darts.streaming.reward_stream import FinalRows, RewardStream
@@ -208,7 +209,7 @@ def test_groups_are_submitted_while_others_are_added():
 
     ledger.groups[0] = Group(0)
     with streaming(sees) as stream:
-        step = Streams(rewards=stream).watch([[1]] * 4, lambda ledger: None)
+        step = Streams(rewards=stream).watch(PromptBatch.alone([[1]] * 4, 1), lambda ledger: None)
         for _ in range(5):
             step(ledger)
         serve(stream, [[1, 2]] * 4)

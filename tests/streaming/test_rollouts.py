@@ -113,7 +113,7 @@ def make_stream(scorers, other=None, sharded=False, cache_gib=1.0):
 
 def run(course, stream, trained=None, chance=0.5):
     """Runs a rollout and returns the rows to train on."""
-    step = stream.watch(course.prompts)
+    step = stream.watch(dict(enumerate(course.prompts)))
     while not course.scheduler.done:
         course.go_on()
         if course.rng.random() < chance:
@@ -192,7 +192,7 @@ def test_an_end_comes_with_all_of_its_tokens():
                 course.end(candidate.candidate_id, course.text(5), FinishReason.STOP)
             return value
 
-    plan = ScoringPlan(1, course.prompts, Limits(1, 64, 10**6), NUM_GENERATIONS)
+    plan = ScoringPlan(1, dict(enumerate(course.prompts)), Limits(1, 64, 10**6), NUM_GENERATIONS)
     group = course.scheduler.ledger.groups[0]
     chunks = []
     for _ in range(2):  # what was missed is seen at the next look

@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.builders import make_args, make_trainer
 from tests.streaming.test_forward import SIZES
+from trl_darts.engines.batch import PromptBatch
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling.ledger import Ledger
 from trl_darts.streaming import Streams, make_streams
@@ -70,7 +71,7 @@ def test_without_streams_nothing_is_done():
     streams, seen = Streams(), []
     assert not streams
     with streams.serving([{"prompt": "p"}].__getitem__) as metrics, streams.serving_rewards():
-        streams.watch([[1]], seen.append)(ledger := Ledger())
+        streams.watch(PromptBatch.alone([[1]], 1), seen.append)(ledger := Ledger())
         streams.follow()
     assert seen == [ledger]
     assert metrics == {}

@@ -57,12 +57,11 @@ def test_policy(server, model_dir, tmp_path):
 
 @pytest.mark.parametrize("reference", ["model", "base of an adapter"])
 def test_reference(server, model_dir, tmp_path, reference):
-    lora = fields = None
+    lora, fields = None, {}
     if reference == "model":
         fields = {"mask_truncated_completions": True, "max_completion_length": 24, "gradient_checkpointing": True}
-    else:
+    else:  # with a larger learning rate, logits grow until float32 can't give them within 1e-5
         lora = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
-        fields = {"learning_rate": 1e-2}
     differences, logs, batches = train(server, model_dir, tmp_path, peft_config=lora, beta=0.1, **fields)
     assert [name for name, _, _ in differences] == ["policy", "reference"] * 3
     assert all(entry["darts/stream/missed_rows"] == 0 for entry in logs)

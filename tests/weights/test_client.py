@@ -47,7 +47,7 @@ def test_the_engine():
         engine = VLLMServerEngine([url])
         scheduler = Scheduler(ScheduleSettings("grpo", 1).policies(), 1)
         body = {"model": "m", "max_tokens": 4, "logprobs": 0}
-        (group,) = engine.run(scheduler, [GroupPlan(0, 1)], [[ServerPrompt([5])]], body).groups
+        (group,) = engine.run(scheduler, [GroupPlan(0, 1)], {0: [ServerPrompt([5])]}, body).groups
         engine.close()
     assert group.rows[0].tokens == [4]
 

@@ -14,7 +14,6 @@ others get their rows of a batch.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -110,7 +109,7 @@ class BufferedBatches:
         """Returns these prompts, each in as many rows as it yields."""
         entries = self.buffer.entries
         rows = [entries[entry_id].tokens for entry_id in entry_ids for _ in range(self.num_generations)]
-        return PromptBatch.alone(rows, self.num_generations)
+        return PromptBatch.alone(rows, self.num_generations, ids=entry_ids)
 
     def _add(self, batch: Rows) -> None:
         """The groups of a batch straddle processes; the first row of each stands for it."""
@@ -144,14 +143,11 @@ class BufferedBatches:
         self._version = step
         return self.policy.begin(self.buffer, self._round, self.num_generations, self.admission)
 
-    def taken(self, result: RolloutResult) -> RolloutResult:
-        """Makes a round of the groups taken from a rollout without an end, whose IDs are those of prompts."""
+    def taken(self, result: RolloutResult) -> PromptBatch:
+        """Makes a round of the groups taken from a rollout without an end, and returns their prompts."""
         ids = sorted([*(group.plan.group_id for group in result.groups), *result.dropped])
-        places = {entry_id: place for place, entry_id in enumerate(ids)}
         self._round = Round([self.buffer.entries[entry_id] for entry_id in ids], self.policy.num_groups, len(ids))
-        groups = [replace(g, plan=replace(g.plan, group_id=places[g.plan.group_id])) for g in result.groups]
-        dropped = {places[entry_id]: reason for entry_id, reason in result.dropped.items()}
-        return replace(result, groups=groups, dropped=dropped)
+        return self.prompts(ids)
 
     @property
     def batch_stop(self) -> BatchStop:
@@ -162,7 +158,7 @@ class BufferedBatches:
         What is trained on now, after `step` optimizer steps and a rollout, or where nothing had to be sampled; or
         [`GenerationError`]. Where uniform groups leave first, a rollout alone yields no rows.
         """
-        self._dropped += [entry.entry_id for entry in self.buffer.absorb(self._round, result, self._version)]
+        self._dropped += [entry.entry_id for entry in self.buffer.absorb(result, self._version)]
         if result is not None and self.policy.scores_first:
             return BufferedRows([], None)
         dropped, self._dropped = self._dropped, []
@@ -205,11 +201,6 @@ class BufferedBatches:
         return BufferedRows(last.completion_ids, logprobs, fillers, last.entry_ids, dropped, [], last.states)
 
     # Groups are scored
-
-    @property
-    def round_ids(self) -> list[int]:
-        """The prompts of the round in progress, by `group_id`. On the main process."""
-        return [entry.entry_id for entry in self._round.entries]
 
     def entry(self, entry_id: int) -> BufferEntry:
         """Returns a prompt that waits, is in the batch that was taken, or was in the last one."""

@@ -109,10 +109,10 @@ class BufferEntry:
 class Round:
     """What the next rollout is to do."""
 
-    entries: list[BufferEntry]  # started or resumed; their place in the list is their `group_id` in the rollout
+    entries: list[BufferEntry]  # started or resumed
     num_groups: int  # prompts that the optimizer takes, those that are complete already included
     num_finishing: int  # how many of the entries the rollout brings to their end
-    must_finish: frozenset[int] = frozenset()  # places of entries that must be among them
+    must_finish: frozenset[int] = frozenset()  # IDs of entries that must be among them
     long: bool = False  # no prompt gets more than `num_generations` candidates, and all are decoded to their end
 
     @property
@@ -160,7 +160,7 @@ class RolloutBuffer:
     ) -> tuple[Admission, list[GroupPlan]]:
         """
         Puts a round's entries in flight. `policy` decides how many candidates the prompts get that begin now; that
-        stays with them while their tokens are kept. Returns the decision, and plans by place.
+        stays with them while their tokens are kept. Returns the decision, and plans with the entries' IDs.
         """
         fresh = [entry for entry in current.entries if not entry.candidates]
         decided = policy.plan([entry.prompt for entry in fresh])
@@ -173,10 +173,11 @@ class RolloutBuffer:
         prompts = [entry.prompt for entry in current.entries]
         counts = [entry.num_candidates for entry in current.entries]
         admission = replace(decided, num_candidates=counts, expected_lengths=policy.expected_lengths(prompts))
+        plans = admission.plans(prompts, [entry.entry_id for entry in current.entries])
         resumed = [tuple(c.partial for c in entry.candidates) for entry in current.entries]
-        return admission, [replace(p, resumed=r) for p, r in zip(admission.plans(prompts), resumed, strict=True)]
+        return admission, [replace(p, resumed=r) for p, r in zip(plans, resumed, strict=True)]
 
-    def absorb(self, current: Round, result: RolloutResult | None, version: int) -> list[BufferEntry]:
+    def absorb(self, result: RolloutResult | None, version: int) -> list[BufferEntry]:
         """
         Takes back what a rollout yielded that was sampled by a `version` of the policy; no result where nothing had to
         be started. Returns what was dropped.
@@ -184,8 +185,8 @@ class RolloutBuffer:
         if result is None:
             return []
         for group in [*result.groups, *result.deferred]:
-            self._take_back(current.entries[group.plan.group_id], group, version)
-        dropped = [current.entries[place] for place in result.dropped]
+            self._take_back(self.entries[group.plan.group_id], group, version)
+        dropped = [self.entries[entry_id] for entry_id in result.dropped]
         self.remove(entry.entry_id for entry in dropped)
         return dropped
 
@@ -197,8 +198,7 @@ class RolloutBuffer:
         Prompts that are smallest in `order` are trained on first. `num_dropped` prompts have left in the same round.
         """
         done = self.select(Lifecycle.COMPLETE)
-        must = {current.entries[place].entry_id for place in current.must_finish}
-        done.sort(key=lambda entry: (entry.entry_id not in must, order(entry), entry.entry_id))
+        done.sort(key=lambda entry: (entry.entry_id not in current.must_finish, order(entry), entry.entry_id))
         num_taken = max(1, current.num_groups - num_dropped)  # the loader counts on so many prompts leaving
         taken = sorted(done[:num_taken], key=lambda entry: entry.entry_id)
         self.remove(entry.entry_id for entry in taken)

@@ -1,7 +1,7 @@
 """Batches of the rollout buffer, for schedules that choose their prompts or sample ahead."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -86,14 +86,11 @@ class BufferSource(RolloutSource[BufferedRows]):
         trainer, args = self.trainer, self.trainer.args
         admission, groups = self.batches.plan(trainer.state.global_step)
         stop = self.batches.batch_stop
-        policies = args.policies(admission.expected_lengths, batch_stop=stop, rollout=number, tail=trainer._tail)
+        policies = args.policies(groups, batch_stop=stop, rollout=number, tail=trainer._tail)
         return admission, groups, policies
 
     def collect(self, result: RolloutResult, batch: PromptBatch) -> BufferedRows:
         return self.batches.collect(self.trainer.state.global_step, result)
-
-    def round_ids(self) -> Sequence[int]:
-        return self.batches.round_ids
 
     def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]]:
         return self.batches.input_of

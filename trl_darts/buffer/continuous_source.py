@@ -1,7 +1,6 @@
 """Batches of a rollout without an end, for `rollout_ahead="continuous"`."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,14 +38,14 @@ class ContinuousSource(BufferSource):
             self.batches.main.run(self._extend)
 
     def _extend(self) -> None:
-        args, ids = self.trainer.args, self.batches.round_ids
+        args = self.trainer.args
         self._admission, plans = self.batches.plan(self.trainer.state.global_step)
         on_group = None
         if self._scheduler is None:
             policies = args.policies(batch_stop=Continuous(), rollout=self.number)
             self._scheduler = self.scheduler(policies, args.num_generations)
             on_group = self.streams.follow_groups(self._data_of)
-        plans = entering(plans, ids, args.submit_order)
+        plans = entering(plans, args.submit_order)
         prompts = self.batches.prompts([plan.group_id for plan in plans])
         keeps = args.kv_after_update == "keep"
         plan = RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps, on_group=on_group)
@@ -66,16 +65,12 @@ class ContinuousSource(BufferSource):
     def conclude(
         self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch
     ) -> list[tuple[BufferedRows, RolloutRecord]]:
-        result = self.batches.taken(result)
+        prompts = self.batches.taken(result)
         counts = [len(group.candidates) for group in result.groups]
         saturated = counts.count(self.trainer.args.max_num_generations) if self.trainer.args.over_provisions else 0
         expected = [group.plan.expected_length or math.nan for group in result.groups]
         admission = Admission(counts, saturated, plan.admission.rho, expected)
-        prompts = self.batches.prompts(self.batches.round_ids)
         return super().conclude(replace(plan, admission=admission), result, prompts)
-
-    def round_ids(self) -> Sequence[int]:
-        return ()
 
     def clear(self) -> None:
         self.streams.clear()

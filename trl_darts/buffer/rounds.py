@@ -178,7 +178,7 @@ class PartialRollout(RoundPolicy):
         in_flight = buffer.select(Lifecycle.PARTIAL)
         room = _num_started(self.oversampling, self.num_groups) - num_complete - len(in_flight)
         entries = in_flight + buffer.select(Lifecycle.WAITING)[: max(0, room)]
-        old = frozenset(place for place, entry in enumerate(entries) if entry.num_deferrals >= self.max_age)
+        old = frozenset(entry.entry_id for entry in entries if entry.num_deferrals >= self.max_age)
         return Round(entries, self.num_groups, min(missing, len(entries)), must_finish=old)
 
 

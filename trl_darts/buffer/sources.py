@@ -9,7 +9,7 @@ loader ──▶ next: buffer and rollouts ──▶ TRL tokenizes ──▶ the
 Every source is used on all processes at once, unless a method says otherwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -106,10 +106,6 @@ class RolloutSource(TRLSource, Generic[R]):
         """Returns the rows of a rollout. Called on the main process."""
         raise NotImplementedError
 
-    def round_ids(self) -> Sequence[int] | None:
-        """Returns the buffer's ID of each prompt of the rollout. Called on the main process."""
-        return None
-
     def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
         """Decides before a rollout, on the main process."""
         admission, groups, policies = self.decide(batch, self.number + ahead)
@@ -143,7 +139,7 @@ class RolloutSource(TRLSource, Generic[R]):
         rows, record = self.collect(result, batch), self.record_of(plan, result, batch)
         self.streams.finish(result, rows.completion_ids)
         # Groups of different prompts teach nothing, and candidates that are carried over have no final length.
-        if self.trains and (uniform := [group for group in record.ended if not batch.mixed[group.group_id]]):
+        if self.trains and (uniform := [g for g in record.ended if not batch.mixed[batch.places[g.group_id]]]):
             self.trainer._admission.observe(uniform)
         return [(own, record) for own in self.shares(rows, batch)]
 
@@ -182,8 +178,9 @@ class LoaderSource(RolloutSource[KeptRows]):
         trainer, args = self.trainer, self.trainer.args
         admission = trainer._admission.plan(batch.infos)
         placement = trainer._engine.placement(admission, batch)
-        policies = args.policies(admission.expected_lengths, placement=placement, rollout=number, tail=trainer._tail)
-        return admission, admission.plans(batch.infos), policies
+        groups = admission.plans(batch.infos)
+        policies = args.policies(groups, placement=placement, rollout=number, tail=trainer._tail)
+        return admission, groups, policies
 
     def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptRows:
         return KeptRows.of_result(result, batch.num_generations)

@@ -114,8 +114,9 @@ class AnswerStore:
         """Restores what `save` wrote. Returns a message if the file can't be read; the store is then empty."""
         self.clear()
         try:
-            with np.load(directory / ANSWERS_FILE) as file:  # only numbers: nothing is unpickled
-                restored = list(_split(dict(file)))
+            # Only numbers: nothing is unpickled. NumPy leaves a file open that it can't read.
+            with (directory / ANSWERS_FILE).open("rb") as file, np.load(file) as arrays:
+                restored = list(_split(dict(arrays)))
         except FileNotFoundError:
             return f"{directory} has no {ANSWERS_FILE}: no answer of earlier epochs is reused."
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:

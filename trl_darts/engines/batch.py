@@ -25,15 +25,20 @@ class PromptBatch:
     multimodal: bool = False  # whether rows have images or other fields, which stay on their process
     images: Sequence[Sequence[Any] | None] | None = None  # of this process's rows
     fields: Mapping[str, Any] = field(default_factory=dict)  # the processor's output for these besides tokens
+    ids: Sequence[int] | None = None  # (N,), of its prompts in the buffer; without one, groups are told by their place
 
     @classmethod
     def alone(
-        cls, rows: Sequence[Tokens], num_generations: int, images: Sequence[Sequence[Any] | None] | None = None
+        cls,
+        rows: Sequence[Tokens],
+        num_generations: int,
+        images: Sequence[Sequence[Any] | None] | None = None,
+        ids: Sequence[int] | None = None,
     ) -> "PromptBatch":
         """Builds a batch with only the rows of one process."""
         digests = _digests(rows, images)
         keys = [prompt_key(row, digest) for row, digest in zip(rows, digests, strict=True)]
-        return cls(list(rows), keys, [len(rows)], 0, num_generations, images is not None, images)
+        return cls(list(rows), keys, [len(rows)], 0, num_generations, images is not None, images, ids=ids)
 
     @classmethod
     def gather(
@@ -69,14 +74,24 @@ class PromptBatch:
         ]
 
     @cached_property
+    def places(self) -> dict[int, int]:
+        """Place of each group in the batch, by its ID."""
+        return {group_id: place for place, group_id in enumerate(self.group_ids)}
+
+    @property
+    def group_ids(self) -> Sequence[int]:
+        return range(len(self._starts)) if self.ids is None else self.ids
+
+    @cached_property
     def mixed(self) -> list[bool]:
         """Whether the rows of each group have different prompts, for example from separate environments."""
         return [len(set(self.keys[start : start + self.num_generations])) > 1 for start in self._starts]
 
     @property
-    def longest(self) -> list[Tokens]:
-        """Longest prompt of each group."""
-        return [max(self.rows[start : start + self.num_generations], key=len) for start in self._starts]
+    def longest(self) -> dict[int, Tokens]:
+        """Longest prompt of each group, by its ID."""
+        rows = [max(self.rows[start : start + self.num_generations], key=len) for start in self._starts]
+        return dict(zip(self.group_ids, rows, strict=True))
 
     @property
     def mine(self) -> slice:
@@ -89,9 +104,9 @@ class PromptBatch:
         """Process of each row."""
         return [process for process, size in enumerate(self.sizes) for _ in range(size)]
 
-    def row_of(self, group: int, index: int) -> int:
+    def row_of(self, group_id: int, index: int) -> int:
         """Returns the row with the prompt of a group's candidate. More candidates than rows repeat the rows."""
-        return group * self.num_generations + index % self.num_generations
+        return self.places[group_id] * self.num_generations + index % self.num_generations
 
     @property
     def _starts(self) -> range:

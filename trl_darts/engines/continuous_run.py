@@ -49,8 +49,7 @@ class ContinuousRun(RolloutRun):
         seed: RolloutSeed | None = None,
         on_group: OnGroup | None = None,
     ) -> None:
-        super().__init__(scheduler, monitor, [], body, overrides, deadlines, seed)
-        self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
+        super().__init__(scheduler, monitor, {}, body, overrides, deadlines, seed)
         self.rollout = None
         self.step = step
         self.keeps_kv = keeps_kv
@@ -64,9 +63,9 @@ class ContinuousRun(RolloutRun):
     def is_over(self) -> bool:
         return self.scheduler.error is not None and self.scheduler.done
 
-    def add(self, plans: Sequence[GroupPlan], prompts: Sequence[Sequence[ServerPrompt]]) -> None:
+    def add(self, plans: Sequence[GroupPlan], prompts: Mapping[int, Sequence[ServerPrompt]]) -> None:
         """Starts groups, with the prompts of each."""
-        self.prompts |= {plan.group_id: own for plan, own in zip(plans, prompts, strict=True)}
+        self.prompts |= prompts
         self._execute(self.scheduler.add(plans, time.perf_counter()))
 
     async def take(self, rule: FreshGroups | FinishedGroups) -> RolloutResult:

@@ -108,7 +108,7 @@ class VerifiedPrefixes:
     async def resume(
         self,
         plans: Sequence[GroupPlan],
-        prompts: Sequence[Sequence[ServerPrompt]],
+        prompts: Mapping[int, Sequence[ServerPrompt]],
         targets: Sequence[Target],
         timeout_s: float,
     ) -> list[GroupPlan]:

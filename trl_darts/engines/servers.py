@@ -24,7 +24,7 @@ from .vllm_rollout import Overrides
 from .vllm_server import VLLMServerEngine
 
 
-Request = tuple[Scheduler, list[GroupPlan], list[list[ServerPrompt]], dict[str, Any], Overrides, RolloutSeed]
+Request = tuple[Scheduler, list[GroupPlan], dict[int, list[ServerPrompt]], dict[str, Any], Overrides, RolloutSeed]
 
 
 class ServerEngine(Engine):
@@ -256,7 +256,7 @@ class ServerEngine(Engine):
         """Returns the arguments of [`VLLMServerEngine.start`]."""
         drops = plan.scheduler.drop_failed_groups
         if not drops:
-            self.check_prompts(batch.longest, "this batch", room=room)
+            self.check_prompts(list(batch.longest.values()), "this batch", room=room)
 
         def fields(command: Submit) -> Mapping[str, Any]:
             if room is None:
@@ -266,7 +266,7 @@ class ServerEngine(Engine):
 
         prompts = self._server_prompts(batch, images)
         if drops:
-            prompts = [[self._marked(prompt) for prompt in group] for group in prompts]
+            prompts = {group_id: [self._marked(prompt) for prompt in own] for group_id, own in prompts.items()}
         body = self._request_body()
         if plan.reuse is not None:
             body["logprobs"] = TOP
@@ -287,19 +287,19 @@ class ServerEngine(Engine):
             return prompt
         return replace(prompt, problem=f"it has {length} tokens, and may have {limit}: {rule}")
 
-    def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> list[list[ServerPrompt]]:
-        """Returns the prompt of each group, or of each of its rows if they differ."""
+    def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> dict[int, list[ServerPrompt]]:
+        """Returns the prompt of each group, or of each of its rows if they differ, by the group's ID."""
         size = batch.num_generations
-        rows = [
-            range(start, start + (size if mixed else 1))
-            for start, mixed in zip(range(0, len(batch.rows), size), batch.mixed, strict=True)
-        ]
-        flat = [row for group in rows for row in group]
+        rows = {
+            group_id: range(place * size, place * size + (size if batch.mixed[place] else 1))
+            for group_id, place in batch.places.items()
+        }
+        flat = [row for own in rows.values() for row in own]
         features: dict[int, Any] = {}
         if images is not None and any(images):
             found = self._generation.image_features([images[row] for row in flat], [batch.rows[row] for row in flat])
             features = dict(zip(flat, found, strict=True))
-        return [[ServerPrompt(batch.rows[row], features.get(row)) for row in group] for group in rows]
+        return {i: [ServerPrompt(batch.rows[row], features.get(row)) for row in own] for i, own in rows.items()}
 
     def _request_body(self) -> dict[str, Any]:
         own = self._generation

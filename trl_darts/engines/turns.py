@@ -33,9 +33,8 @@ class TurnRun(RolloutRun):
         scheduler = Scheduler(policies, 1, carries_tokens=carries_tokens)
         self._room: dict[int, int] = {}  # most tokens, by group
         super().__init__(
-            scheduler, monitor, [], body, lambda command: {"max_tokens": self._room[command.group_id]}, deadlines, seed
+            scheduler, monitor, {}, body, lambda command: {"max_tokens": self._room[command.group_id]}, deadlines, seed
         )
-        self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
         self.rollout = None  # the deadline is for turns that decode, and not for tools
         self._ended: dict[int, asyncio.Future[None]] = {}  # by group
         self._dropped: set[int] = set()  # groups whose requests end

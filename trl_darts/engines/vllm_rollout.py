@@ -88,7 +88,7 @@ class RolloutRun:
         self,
         scheduler: Scheduler,
         monitor: Monitor,
-        prompts: Sequence[Sequence[ServerPrompt]],
+        prompts: Mapping[int, Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None,
         deadlines: Deadlines,
@@ -98,7 +98,7 @@ class RolloutRun:
         self.scheduler = scheduler
         self.monitor = monitor
         self.pool = monitor.pool
-        self.prompts: Any = prompts
+        self.prompts = dict(prompts)  # by group
         self.body = body
         self.overrides = overrides
         self.deadlines = deadlines

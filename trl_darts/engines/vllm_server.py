@@ -81,7 +81,7 @@ class VLLMServerEngine:
         self,
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
-        prompts: Sequence[Sequence[ServerPrompt]],
+        prompts: Mapping[int, Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
         on_progress: Callable[[Ledger], None] | None = None,
@@ -91,8 +91,8 @@ class VLLMServerEngine:
         """
         Runs one rollout and waits for it: [`start`], then [`wait`].
 
-        `prompts` has shape `(N, 1)` or `(N, M)`: one prompt per group, by `group_id`, or one per candidate. `body` has
-        fields of the completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further
+        `prompts` has one prompt per group, by its ID, or one per row of a group (M). `body` has fields of the
+        completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further
         fields for one candidate. `on_progress` is called ten times a second with the scheduler's ledger. `seed` is
         for the candidates' seeds, where servers would sample alike. `reuse` has earlier answers, with which groups
         begin. Raises [`GenerationError`] with the server's message if a server rejects a candidate, fails or is too
@@ -105,7 +105,7 @@ class VLLMServerEngine:
         self,
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
-        prompts: Sequence[Sequence[ServerPrompt]],
+        prompts: Mapping[int, Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
         seed: RolloutSeed | None = None,

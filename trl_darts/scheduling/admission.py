@@ -49,13 +49,13 @@ class Admission:
     rho: float | None = None  # σ̃_L / L̃ used for the budget; `None` without history
     expected_lengths: list[float] | None = None  # (N,), tokens of one candidate; NaN for an unseen prompt
 
-    def plans(self, prompts: Sequence[PromptInfo]) -> list[GroupPlan]:
-        """Returns one plan per prompt, by index."""
-        lengths = self.expected_lengths
+    def plans(self, prompts: Sequence[PromptInfo], group_ids: Sequence[int] | None = None) -> list[GroupPlan]:
+        """Returns one plan per prompt, with these IDs or those of a batch's places."""
+        lengths, ids = self.expected_lengths, range(len(prompts)) if group_ids is None else group_ids
         expected = [None] * len(prompts) if lengths is None else known_lengths(lengths)
         return [
-            GroupPlan(index, count, prompt.key, prompt.num_tokens, expected_length=length)
-            for index, (prompt, count, length) in enumerate(zip(prompts, self.num_candidates, expected, strict=True))
+            GroupPlan(group_id, count, prompt.key, prompt.num_tokens, expected_length=length)
+            for group_id, prompt, count, length in zip(ids, prompts, self.num_candidates, expected, strict=True)
         ]
 
 

@@ -18,7 +18,7 @@ Invariants (`tests/scheduling/test_continuous.py` checks each under its name, ov
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .scheduler import Scheduler
 from .types import Group, GroupPlan
@@ -80,14 +80,11 @@ class FinishedGroups:
         return sorted(takeable[: self.num_groups]) if enough else None
 
 
-def entering(plans: Sequence[GroupPlan], entry_ids: Sequence[int], submit_order: str) -> list[GroupPlan]:
-    """
-    Returns the plans of prompts that enter a rollout without an end, in the order in which they start, with the IDs of
-    their entries as group IDs: those of earlier prompts are still in use.
-    """
-    if submit_order != "arrival":
-        plans = sorted(plans, key=lambda plan: plan.expected_length or 0.0, reverse=submit_order == "longest")
-    return [replace(plan, group_id=entry_ids[plan.group_id]) for plan in plans]
+def entering(plans: Sequence[GroupPlan], submit_order: str) -> list[GroupPlan]:
+    """Returns the plans of prompts that enter a rollout without an end, in the order in which they start."""
+    if submit_order == "arrival":
+        return list(plans)
+    return sorted(plans, key=lambda plan: plan.expected_length or 0.0, reverse=submit_order == "longest")
 
 
 def oldest_version(group: Group) -> float:

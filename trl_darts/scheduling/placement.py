@@ -5,7 +5,7 @@ added to a running `generate`; in an order of expected lengths; and of the turns
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -50,12 +50,12 @@ class LengthOrder(LeastLoaded):
     """
     Submits the longest or the shortest expected candidates first, each prompt to the engine with the least work.
     Longest first suits a rollout that waits for all prompts, shortest first one that ends with the first prompts.
-    `expected_lengths` has the expected tokens of one candidate by group, NaN if unknown.
+    `expected_lengths` has the expected tokens of one candidate by its group's ID.
     """
 
-    def __init__(self, expected_lengths: Sequence[float], longest_first: bool = True) -> None:
+    def __init__(self, expected_lengths: Mapping[int, float], longest_first: bool = True) -> None:
         super().__init__()
-        self.expected_lengths = known_lengths(expected_lengths)
+        self.expected_lengths = expected_lengths
         self.longest_first = longest_first
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -65,17 +65,17 @@ class LengthOrder(LeastLoaded):
 
 class AssignedPlacement(LengthOrder):
     """
-    Submits each candidate to a given engine, by group and index. Without expected lengths, the order is that of the
-    batch.
+    Submits each candidate to a given engine, by its group's ID and its index. Without expected lengths, the order is
+    that of the batch.
     """
 
     def __init__(
         self,
-        engine_ids: Sequence[Sequence[str]],
-        expected_lengths: Sequence[float] | None = None,
+        engine_ids: Mapping[int, Sequence[str]],
+        expected_lengths: Mapping[int, float] | None = None,
         longest_first: bool = True,
     ) -> None:
-        super().__init__(expected_lengths or [1.0] * len(engine_ids), longest_first)
+        super().__init__(expected_lengths or dict.fromkeys(engine_ids, 1.0), longest_first)
         self.engine_ids = engine_ids
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:

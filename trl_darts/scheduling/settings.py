@@ -4,14 +4,14 @@ inherits them; the simulator uses them alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from ..policy.audit import BoundedWait
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
 from .continuous import NUM_BATCHES
-from .placement import LengthOrder, known_lengths
+from .placement import LengthOrder
 from .policies import (
     AUTO,
     AllGroups,
@@ -27,6 +27,7 @@ from .policies import (
 from .rules import FilledIn, check_conflicts, check_fields, filled_in
 from .schedule_fields import COMPUTED, CONTINUOUS, GUARD_EVERY, SCHEDULE_CONFLICTS, ScheduleFields
 from .tail import TailPolicy, TailServers
+from .types import GroupPlan
 
 
 # With `long_end_patience="auto"`, the prompt with the least spread of lengths gets this many candidates beyond M. In
@@ -213,19 +214,20 @@ class ScheduleSettings(ScheduleFields):
 
     def policies(
         self,
-        expected_lengths: Sequence[float] | None = None,
+        plans: Sequence[GroupPlan] = (),
         batch_stop: BatchStop | None = None,
         placement: Placement | None = None,
         rollout: int = 0,
         tail: TailServers | None = None,
     ) -> SchedulePolicies:
         """
-        Returns the policies of one rollout. Groups start in `submit_order` of their expected lengths (NaN if unknown),
-        unless a `placement` is given. By default, the batch is ready when all groups are. `rollout` counts from 0 and
-        is used for `long_end_every`. `tail` describes the tail servers, if any.
+        Returns the policies of one rollout. Groups start in `submit_order` of the expected lengths in their `plans`,
+        if all are known and no `placement` is given. By default, the batch is ready when all groups are. `rollout`
+        counts from 0 and is used for `long_end_every`. `tail` describes the tail servers, if any.
         """
-        if placement is None and self.ranks and expected_lengths is not None:
-            placement = LengthOrder(expected_lengths, self.submit_order == "longest")
+        lengths = {plan.group_id: plan.expected_length for plan in plans if plan.expected_length is not None}
+        if placement is None and self.ranks and lengths and len(lengths) == len(plans):
+            placement = LengthOrder(lengths, self.submit_order == "longest")
         every = self.long_end_every
         stop: GroupStop = WaitForAll()
         if self.over_provisions:
@@ -240,15 +242,14 @@ class ScheduleSettings(ScheduleFields):
             stop,
             batch_stop or AllGroups(),
             placement or LeastLoaded(),
-            None if tail is None else TailPolicy(tail, self.tail_switch_at, self._long_groups(expected_lengths)),
+            None if tail is None else TailPolicy(tail, self.tail_switch_at, self._long_groups(lengths)),
         )
 
-    def _long_groups(self, expected_lengths: Sequence[float] | None) -> frozenset[int]:
+    def _long_groups(self, lengths: Mapping[int, float]) -> frozenset[int]:
         """Returns the groups that tail servers decode from the start (StreamRL's skewness-aware dispatching)."""
-        if not self.tail_share or expected_lengths is None:
+        if not self.tail_share or not lengths:
             return frozenset()
-        lengths = known_lengths(expected_lengths)
-        ranking = sorted(range(len(lengths)), key=lambda group: -lengths[group])
+        ranking = sorted(lengths, key=lambda group_id: -lengths[group_id])
         return frozenset(ranking[: max(1, round(self.tail_share * len(ranking)))])
 
     def tracker(self, max_completion_length: int, source: str = "") -> LengthTracker:

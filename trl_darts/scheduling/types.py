@@ -115,7 +115,7 @@ class PartialCandidate:
 class GroupPlan:
     """Plan for one prompt. The `resumed` candidates come first; the other `num_candidates - len(resumed)` are new."""
 
-    group_id: int  # unique within the rollout
+    group_id: int  # of its prompt in the buffer, or else its place in the batch
     num_candidates: int  # M'_i, at least `num_generations`
     prompt_key: int = 0  # identity over the whole run, see `prompt_key` in admission.py
     num_prompt_tokens: int = 0

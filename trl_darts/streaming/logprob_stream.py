@@ -81,8 +81,11 @@ class LogprobStream:
 
     # While candidates decode
 
-    def watch(self, prompts: Sequence[Tokens]) -> Callable[[Ledger], None]:
-        """Starts a rollout on the main process. Returns a function to call repeatedly while the rollout runs."""
+    def watch(self, prompts: Mapping[int, Tokens]) -> Callable[[Ledger], None]:
+        """
+        Starts a rollout of these prompts, by their groups' IDs, on the main process. Returns a function to call
+        repeatedly while the rollout runs.
+        """
         self._rollout += 1
         self._outstanding = [0] * self._num_processes
         if not self._bytes_per_token:

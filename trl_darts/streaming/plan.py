@@ -173,14 +173,15 @@ class ScoringPlan:
     def __init__(
         self,
         rollout: int,
-        prompts: Sequence[Tokens],
+        prompts: Mapping[int, Tokens],
         limits: Limits,
         num_generations: int,
         num_processes: int = 1,
         sharded: bool = False,
     ) -> None:
         self._rollout = rollout
-        self._prompts = prompts
+        self._prompts = prompts  # by their groups' IDs
+        self._places = {group_id: place for place, group_id in enumerate(prompts)}
         self._limits = limits
         self._num_generations = num_generations
         self._sharded = sharded
@@ -261,7 +262,7 @@ class ScoringPlan:
         return [track for tracks in self._tracks for track in tracks.values()]
 
     def _process_of(self, group_id: int) -> int:
-        return group_id * len(self._tracks) // len(self._prompts)
+        return self._places[group_id] * len(self._tracks) // len(self._prompts)
 
     def _track(self, candidate: Candidate) -> Track:
         key, group_id = candidate.candidate_id, candidate.group_id

@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class RewardStream:
         self._loop = RewardLoop(timeout_s)
         self._num_groups = 0
         self._open_groups: set[int] = set()  # groups of the rollout whose rows are not selected yet
-        self._entry_ids: Sequence[int] | None = None  # IDs in the buffer, by group
+        self._from_buffer = False  # whether the groups' IDs are those of prompts in a buffer
         self.owners: dict[int, int] = {}  # process that scores an entry, by entry ID
         self._input_of: Callable[[int], dict[str, Any]] = dict[int, dict[str, Any]]().__getitem__
         self._functions: dict[int, tuple[RewardFunction, str]] = {}  # with their names, by index
@@ -84,12 +84,12 @@ class RewardStream:
 
     # While candidates decode
 
-    def watch(self, num_groups: int, entry_ids: Sequence[int] | None = None) -> Callable[[Ledger], None]:
+    def watch(self, group_ids: Collection[int], from_buffer: bool = False) -> Callable[[Ledger], None]:
         """
         Starts a rollout on the main process. Returns a function to call repeatedly while the rollout runs. Groups of a
-        buffer, with these entry IDs, are assigned to the processes in turn.
+        buffer are assigned to the processes in turn.
         """
-        self._num_groups, self._open_groups, self._entry_ids = num_groups, set(range(num_groups)), entry_ids
+        self._num_groups, self._open_groups, self._from_buffer = len(group_ids), set(group_ids), from_buffer
         return self._step
 
     def _step(self, ledger: Ledger) -> None:
@@ -124,10 +124,10 @@ class RewardStream:
 
     def _place(self, group_id: int, index: int, size: int) -> tuple[int, int]:
         """Returns the process that scores a row, and the row's number."""
-        if self._entry_ids is None:
-            return divmod(group_id * size + index, self._num_groups * size // self._num_processes)
-        entry_id = self._entry_ids[group_id]
-        return self.owners.setdefault(entry_id, len(self.owners) % self._num_processes), entry_id * size + index
+        number = group_id * size + index
+        if self._from_buffer:
+            return self.owners.setdefault(group_id, len(self.owners) % self._num_processes), number
+        return divmod(number, self._num_groups * size // self._num_processes)
 
     def submit(self, own: FinalRows) -> None:
         """Decodes rows of this process and starts every function on them, without waiting for results."""

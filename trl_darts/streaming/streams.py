@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
+from ..engines.batch import PromptBatch
 from ..engines.engine import OnGroup
 from ..engines.mailbox import Mailbox
 from ..errors import ConfigurationError
@@ -111,20 +112,18 @@ class Streams:
 
     def watch(
         self,
-        prompts: Sequence[Tokens],
+        batch: PromptBatch,
         progress: Callable[[Ledger], None],
-        entry_ids: Sequence[int] | None = None,
     ) -> Callable[[Ledger], None]:
         """
-        Starts a rollout of these prompts, one per `group_id`. Returns a function that calls `progress` and the
-        streams; call it repeatedly while the rollout runs. Another thread may change the ledger meanwhile. `entry_ids`
-        are the prompts' IDs in a buffer.
+        Starts a rollout of a batch. Returns a function that calls `progress` and the streams; call it repeatedly while
+        the rollout runs. Another thread may change the ledger meanwhile.
         """
         steps = [progress]
         if self.rewards is not None:
-            steps.append(self.rewards.watch(len(prompts), entry_ids))
+            steps.append(self.rewards.watch(batch.group_ids, from_buffer=batch.ids is not None))
         if self.log_probs is not None:
-            steps.append(self.log_probs.watch(prompts))
+            steps.append(self.log_probs.watch(batch.longest))
 
         def step(ledger: Ledger) -> None:
             for each in steps:

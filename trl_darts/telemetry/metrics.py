@@ -105,17 +105,16 @@ class RolloutRecord:
         admission = Admission(
             [*old.num_candidates, *new.num_candidates], old.saturated + new.saturated, new.rho, expected
         )
-        first = len(old.num_candidates)
         return replace(
             later,
             admission=admission,
-            summaries=[*self.summaries, *(replace(g, group_id=g.group_id + first) for g in later.summaries)],
+            summaries=[*self.summaries, *later.summaries],
             occupancy=self.occupancy.then(later.occupancy),
             num_mixed=self.num_mixed + later.num_mixed,
             num_resumed=self.num_resumed + later.num_resumed,
             num_dropped=self.num_dropped + later.num_dropped,
             tail=self.tail and later.tail and self.tail.then(later.tail),
-            deferred=[*self.deferred, *(replace(g, group_id=g.group_id + first) for g in later.deferred)],
+            deferred=[*self.deferred, *later.deferred],
         )
 
     @property

@@ -47,12 +47,12 @@ def write_trace(
     40 tokens, and those after 4 steps the next 12.
     """
     groups = sorted(groups, key=lambda group: group.group_id)
-    carried = {group.group_id for group in carried_over}
+    carried = set(map(id, carried_over))  # a batch can take several rollouts, and a prompt can be in each
     begin = min((start for group in groups for start, _ in group.times), default=0.0)
     rows = [
         {
             "step": step,
-            "group": group.group_id,
+            "group": place,
             "prompt_key": group.prompt_key,
             "candidate": index,
             "num_candidates": len(group.lengths),
@@ -63,11 +63,11 @@ def write_trace(
             "start_seconds": group.times[index][0] - begin,
             "end_seconds": group.times[index][1] - begin,
             "num_carried_tokens": group.carried[index] if group.carried else 0,
-            "carried_over": group.group_id in carried,
+            "carried_over": id(group) in carried,
             "expected_length": math.nan if group.expected_length is None else group.expected_length,
             "versions": " ".join(f"{v}:{n}" for v, n in group.versions[index]) if group.versions else "",
         }
-        for group in groups
+        for place, group in enumerate(groups)
         for index, length in enumerate(group.lengths)
     ]
     path = directory / "rollouts" / f"rollout_{step:05d}_{micro_step:02d}.parquet"

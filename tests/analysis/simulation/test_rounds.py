@@ -156,8 +156,8 @@ def lengths_seen(training: SimulatedTraining, num_epochs: int) -> dict[tuple[int
     run, epoch = training.cluster.run, 0
 
     def listening(scheduler, plans, lengths, max_length):
-        for plan, own in zip(plans, lengths, strict=True):
-            seen.setdefault((epoch, plan.prompt_key), list(own))
+        for plan in plans:
+            seen.setdefault((epoch, plan.prompt_key), list(lengths[plan.group_id]))
         return run(scheduler, plans, lengths, max_length)
 
     training.cluster.run = listening

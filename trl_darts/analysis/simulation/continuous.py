@@ -3,7 +3,6 @@
 import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -150,22 +149,20 @@ class ContinuousTraining:
         if not current.entries:
             return
         _, plans = self.rounds.begin(self.buffer, current, training.settings.num_generations, training.admission)
-        plans = entering(plans, [entry.entry_id for entry in current.entries], training.settings.submit_order)
+        plans = entering(plans, training.settings.submit_order)
         self.rollout.add(plans, [self.lengths[own.group_id] for own in plans])
 
     def _step(self, result: RolloutResult, version: int, waited: float) -> SimulatedStep:
         training = self.training
         ids = [group.plan.group_id for group in result.groups]
-        lengths = {place: self.lengths.pop(entry_id) for place, entry_id in enumerate(ids)}
-        groups = [replace(g, plan=replace(g.plan, group_id=place)) for place, g in enumerate(result.groups)]
-        result = replace(result, groups=groups)
+        lengths = {entry_id: self.lengths.pop(entry_id) for entry_id in ids}
         current = Round([self.buffer.entries[entry_id] for entry_id in ids], len(ids), len(ids))
-        self.buffer.absorb(current, result, version)
+        self.buffer.absorb(result, version)
         entries: list[BufferEntry] = self.rounds.take(self.buffer, current)
         training.learn_shape(result, lengths)
         rows = [row for entry in entries for row in entry.candidates]
         ages = [(version - sampled_by, num) for row in rows for sampled_by, num in row.versions]
-        complete = [GroupSummary.of(group) for group in groups]
+        complete = [GroupSummary.of(group) for group in result.groups]
         most = training.settings.max_num_generations if training.settings.over_provisions else math.inf
         return SimulatedStep(
             complete,
@@ -173,7 +170,7 @@ class ContinuousTraining:
             complete,
             [(row.length, row.partial.finish_reason) for row in rows],
             Occupancy.of(result),
-            sum(len(group.candidates) >= most for group in groups),
+            sum(len(group.candidates) >= most for group in result.groups),
             sum(self.informative.pop(entry_id) for entry_id in ids),
             num_stale_tokens=sum(num for age, num in ages if age),
             longest_wait=max(age for age, _ in ages),

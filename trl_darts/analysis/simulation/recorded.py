@@ -185,8 +185,7 @@ class RecordedRollout:
                 f"`schedule` ({settings.schedule!r}) can't be replayed: traces don't record when prompts were added "
                 "to a rollout. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
             )
-        known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
-        policies = settings.policies(known if len(known) == len(self.plans) else None, rollout=self.number)
+        policies = settings.policies(self.plans, rollout=self.number)
         scheduler = Scheduler(policies, settings.num_generations)
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 

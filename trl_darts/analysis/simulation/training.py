@@ -24,7 +24,6 @@ from ...buffer.round_policy import RoundPolicy
 from ...buffer.rounds import DynamicSampling, round_policy
 from ...errors import ConfigurationError
 from ...scheduling import (
-    Admission,
     BatchStop,
     GroupPlan,
     GroupSummary,
@@ -74,13 +73,12 @@ class SimulatedTraining:
 
     def rollout(
         self,
-        admission: Admission,
         plans: list[GroupPlan],
-        lengths: list[list[int]],
+        lengths: Mapping[int, list[int]] | list[list[int]],
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
         """Runs one rollout, until all groups are complete or `batch_stop` ends it."""
-        policies = self.settings.policies(admission.expected_lengths, batch_stop, None, self.num_rollouts, self.tail)
+        policies = self.settings.policies(plans, batch_stop, None, self.num_rollouts, self.tail)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
         result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
@@ -115,7 +113,7 @@ class SimulatedTraining:
         infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
         admission = self.admission.plan(infos)
         lengths = batch.all(max(admission.num_candidates), self.stop_rate)
-        result = self.rollout(admission, admission.plans(infos), lengths)
+        result = self.rollout(admission.plans(infos), lengths)
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         complete = [GroupSummary.of(group) for group in result.groups]
         informative = int(batch.informative(self.workload.uniform_share).sum())
@@ -155,10 +153,10 @@ class _EpochOfRounds:
             while current.entries:
                 result, saturated = self._run(current)
                 rollouts.append((result, saturated))
-                num_dropped += len(self.buffer.absorb(current, result, self.version))
+                num_dropped += len(self.buffer.absorb(result, self.version))
                 if not drops:
                     break
-                self._drop_uniform([current.entries[group.plan.group_id] for group in result.groups])
+                self._drop_uniform([group.plan.group_id for group in result.groups])
                 current = self._next(batches)
             if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # too few prompts for a step
                 return
@@ -182,11 +180,11 @@ class _EpochOfRounds:
         admission, plans = self.rounds.begin(
             self.buffer, current, training.settings.num_generations, training.admission
         )
-        lengths = [self._lengths_of(entry) for entry in current.entries]
-        return training.rollout(admission, plans, lengths, current.batch_stop), admission.saturated
+        lengths = {entry.entry_id: self._lengths_of(entry) for entry in current.entries}
+        return training.rollout(plans, lengths, current.batch_stop), admission.saturated
 
-    def _drop_uniform(self, complete: list[BufferEntry]) -> None:
-        uniform = [entry.entry_id for entry in complete if not self.sampled[entry.entry_id].informative]
+    def _drop_uniform(self, complete: list[int]) -> None:
+        uniform = [entry_id for entry_id in complete if not self.sampled[entry_id].informative]
         assert isinstance(self.rounds, DynamicSampling)
         self.rounds.drop(self.buffer, uniform, len(complete))
         for entry_id in uniform:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import ConfigurationError, GenerationError
 from ...scheduling import Admission, AssignedPlacement, RolloutResult, balance
+from ...scheduling.placement import known_lengths
 from ...training.rows import KeptRows, Tokens
 from ..batch import PromptBatch
 from ..engine import Engine, OnProgress, RolloutPlan
@@ -72,9 +73,10 @@ class InProcessEngine(Engine):
             owners = batch.owners
             engines = [[owners[batch.row_of(g, i)] // self._size for i in range(n)] for g, n in enumerate(counts)]
         else:
-            lengths = (None if order == "arrival" else admission.expected_lengths) or [1.0] * len(counts)
-            engines = balance(counts, lengths, self._main.num_processes // self._size)
-        engine_ids = [[str(engine) for engine in group] for group in engines]
+            known = (None if order == "arrival" else admission.expected_lengths) or [1.0] * len(counts)
+            lengths = dict(enumerate(known_lengths(known)))
+            engines = balance(counts, list(lengths.values()), self._main.num_processes // self._size)
+        engine_ids = {place: [str(engine) for engine in group] for place, group in enumerate(engines)}
         return AssignedPlacement(engine_ids, lengths, longest_first=order != "shortest")
 
     def run(
