@@ -91,6 +91,32 @@ def peers(results: Path) -> str:
     return section("Beside TRL's AsyncGRPO", text, *made, parts)
 
 
+PEERS_SMOLLM2: cells.Columns = {
+    "a step (s)": (lambda own, base: own["seconds"] / own["steps"], cells.mean),
+    "times as fast": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
+    "tokens trained on": (lambda own, base: own["trained_tokens"], cells.mean),
+    "tokens a second": (lambda own, base: own["trained_tokens"] / own["seconds"], cells.mean),
+    "passes (s)": (lambda own, base: float(np.mean(own["by_step"]["passes"])), cells.mean),
+    "sync (s)": (lambda own, base: float(np.mean(own["by_step"]["sync"])), cells.mean),
+    "age": (lambda own, base: float(np.mean(own["by_step"]["staleness"])), cells.mean),
+}
+
+
+def peers_smollm2(results: Path) -> str:
+    """What each arm took on the language model."""
+    lines = last(results, "peers_smollm2", "arm", "seed")
+    runs = list(lines.values())
+    if not runs:
+        return ""
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    base = "async-4" if "async-4" in arms else arms[0]
+    text = f"""
+        `python -m benchmarks.peers_smollm2`: SmolLM2-135M with LoRA, trainer and server on the same two cores
+        {origin(lines)}. Nothing is paced. *Times as fast* is over *{base}*, with as many rows."""
+    table = cells.compare("arm (seeds)", {"": runs}, PEERS_SMOLLM2, arms, base)
+    return section("Beside TRL's AsyncGRPO, SmolLM2", text, table)
+
+
 WAVES: cells.Columns = {
     "step (s)": (lambda own, base: own["seconds"], cells.mean),
     "÷ the longer of rollout and passes": (
@@ -403,9 +429,6 @@ def adapters(results: Path) -> str:
     return section("Adapters", text, cells.table(["model", "", "merged", "adapter", "merged ÷ adapter"], rows))
 
 
-SHARING_LAST = 4  # steps
-
-
 def sharing(results: Path) -> str:
     lines = last(results, "sharing", "seed")
     if not lines:
@@ -415,14 +438,14 @@ def sharing(results: Path) -> str:
         cells_of = []
         for way in ("alone", "together"):
             own = [line[way][name] for line in lines.values()]
-            rewards = [statistics.mean(one["reward"][-SHARING_LAST:]) for one in own]
+            rewards = [reward for one in own for reward in one["reward"]]
             cells_of += [cells.mean([one["end"] - one["begin"] for one in own]), cells.mean(rewards)]
         rows.append([name, *cells_of])
     ratio = cells.ratio([line["ratio"] for line in lines.values()])
     text = f"""
         `python -m benchmarks.sharing`: two LoRA trainings with different learning rates on one server at a GPU's pace
         {origin(lines)}. Together they take {ratio} times less than one after the other ({len(lines)} seeds). Rewards
-        are those of the last {SHARING_LAST} steps."""
+        are means over all steps."""
     header = ["learning rate", "seconds alone", "reward alone", "seconds together", "reward together"]
     return section("Two trainings on one server", text, cells.table(header, rows))
 

@@ -21,6 +21,7 @@ from benchmarks.lines import RESULTS, ROOT, read
 PAGE = ROOT / "benchmarks" / "REPORT.md"
 PARTS: tuple[Callable[[Path], str], ...] = (
     parts.peers,
+    parts.peers_smollm2,
     parts.waves,
     parts.agents,
     parts.homes,
