@@ -35,19 +35,17 @@ class ChainClock(StubEngine):
     def _write_all(self, batch: PromptBatch, groups: Sequence[GroupPlan]) -> dict[int, list[list[int]]]:
         counts = [group.num_candidates for group in groups]
         letters = [batch.rows[batch.row_of(group.group_id, 0)][-1] for group in groups]
+        self._letters |= {group.group_id: letter for group, letter in zip(groups, letters, strict=True)}
         self._table = probabilities(self._model)
         answers = iter(sample(self._table, np.repeat(letters, counts), self._rng))
-        own = {group.group_id: [next(answers) for _ in range(group.num_candidates)] for group in groups}
-        self._new = letters, own
-        return own
+        return {group.group_id: [next(answers) for _ in range(group.num_candidates)] for group in groups}
 
     def extend(self, plan: Any, batch: PromptBatch) -> None:
         """Adds groups, and notes the log-probs of their answers."""
         super().extend(plan, batch)
-        for group, letter, answers in zip(plan.groups, self._new[0], self._new[1].values(), strict=True):
-            self._letters[group.group_id] = letter
-            for index, answer in enumerate(answers):
-                self._logprobs[group.group_id, index] = self._log(letter, answer)
+        for group in plan.groups:
+            for index, answer in enumerate(self._completions[group.group_id]):
+                self._logprobs[group.group_id, index] = self._log(self._letters[group.group_id], answer)
 
     def _log(self, state: int, tokens: Sequence[int]) -> list[float]:
         return [float(v) for v in np.log(self._table[[state, *tokens[:-1]], tokens])] if tokens else []
@@ -97,10 +95,9 @@ class ChainClock(StubEngine):
 
     def _decode(self, plan: Any, batch: PromptBatch) -> RolloutResult:
         result = super()._run(plan, batch)
-        letters, _ = self._new
         for group in result.groups:
             for row in group.rows:
-                row.logprobs = self._log(letters[group.plan.group_id], row.tokens)
+                row.logprobs = self._log(self._letters[group.plan.group_id], row.tokens)
         return result
 
 

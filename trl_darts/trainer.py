@@ -354,8 +354,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             conversations = Conversations(self, GRPOTrainer._tool_call_loop, turns)
             outcome = conversations.run(prompts, prompt_ids, completion_ids, completions, logprobs)
         if self._source.trains:
-            acting_s = sum(conversations.acting_s.values())
-            totals = {"darts/tools/seconds": acting_s, "darts/tools/turns": conversations.num_turns}
+            acting_s = sum(own.acting_s for own in conversations.turns)
+            num_turns = sum(own.count for own in conversations.turns)
+            totals = {"darts/tools/seconds": acting_s, "darts/tools/turns": num_turns}
             self._log_all({name: total / len(prompts) for name, total in totals.items()})
         return outcome
 

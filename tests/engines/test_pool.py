@@ -216,11 +216,11 @@ def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
     async def refresh(pool, member):
         return bool(1 / (not broken))
 
-    with engine_on(switch, return_s=0.5, options={"refresh": refresh}) as engine:
+    with engine_on(switch, return_s=2.0, options={"refresh": refresh}) as engine:
         (url,) = engine.base_urls
-        with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
+        with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .2 s.*{url}: {words}"):
             run(engine)
-        assert f"No vLLM server is up; waiting for {url} (0 of 0 s)" in caplog.messages
+        assert any(f"No vLLM server is up; waiting for {url} (" in message for message in caplog.messages)
         assert len(switch.requests) <= 2
         broken.clear()
         wait_for(lambda: engine.states() == {url: State.UP})  # it is healthy; the next rollout may have it

@@ -119,9 +119,9 @@ def test_what_waits_goes_to_whichever_server_is_free_first():
 @pytest.mark.parametrize(("stall_at", "has_metrics"), [(0, True), (3, True), (3, False)])
 def test_a_candidate_that_is_late_by_itself_is_tried_elsewhere_and_its_server_stays(stall_at, has_metrics):
     """Without metrics, a candidate without tokens may be in the server's queue."""
-    bad, good = SlottedServer(8, 0.15, has_metrics=has_metrics), SlottedServer(8)
+    bad, good = SlottedServer(8, 0.3, has_metrics=has_metrics), SlottedServer(8)
     bad.stalls, bad.stall_at = {0}, stall_at
-    with engine_on(bad, good, first_token_s=0.5, token_s=0.5) as engine:
+    with engine_on(bad, good, first_token_s=1.0, token_s=1.0) as engine:
         result = run(engine, 2, 4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 1)

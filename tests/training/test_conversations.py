@@ -109,7 +109,7 @@ def test_as_trls_loop(trainer, monkeypatch, limits):
     assert found[4] > 12
     assert found[5] > 3
     assert found[6] == expected[6] == [[]] * 24
-    assert conversations.num_turns == len(script.prompts)
+    assert sum(turns.count for turns in conversations.turns) == len(script.prompts)
     for conversation in range(24):
         turns = [turn for own, turn in script.prompts if own == conversation]
         assert turns == list(range(len(turns)))

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.ledger import Ledger
-from .conversations import POLL_S, Outcome, Over, Turns, Views
+from .conversations import POLL_S, Outcome, Over, OwnTurns, Turn, Turns, Views
 from .rows import Tokens
 
 
@@ -61,7 +62,7 @@ class RowPrompts(Protocol):
 class Played:
     """What became of a candidate."""
 
-    first: tuple[Tokens, list[float] | None]  # tokens and log-probs of its first turn
+    first: Turn
     outcome: Outcome  # of TRL's loop, with this row alone
     num_turns: int
     acting_s: float  # seconds between its turns
@@ -76,9 +77,7 @@ class _Player:
     row: int
     over: threading.Event = field(default_factory=threading.Event)
     turn: Future[Any] | None = None  # that decodes
-    num_turns: int = 0
     num_tokens: int = 0
-    acting_s: float = 0.0
 
 
 class CandidateRun:
@@ -197,30 +196,20 @@ class CandidateRun:
 
     def _play(self, player: _Player) -> Played:
         prompt, messages = self._prompts.rows[player.row], copy.deepcopy(self._messages[player.row])
-        last_end = time.perf_counter()
-
-        def decode(tokens: Tokens) -> tuple[Tokens, list[float] | None]:
-            nonlocal last_end
-            player.acting_s += time.perf_counter() - last_end
-            most = self._most - (len(tokens) - len(prompt))  # TRL cuts what is beyond the limit
-            turn = self._decode(player, tokens, most) if most > 0 else ([], [])
-            last_end = time.perf_counter()
-            return turn
-
-        view = self._views.of(0, decode, player.over)
-        first = decode(prompt)
+        turns = OwnTurns(partial(self._decode, player), len(prompt), self._most)
+        view = self._views.of(0, turns, player.over)
+        first = turns(prompt)
         (completion,) = self._parse([messages], [first[0]], view._tokenizer, [prompt])
         logprobs = None if first[1] is None else [list(first[1])]
         row: Any = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
-        return Played(first, self._loop(view, *row), player.num_turns, player.acting_s)
+        return Played(first, self._loop(view, *row), turns.count, turns.acting_s)
 
-    def _decode(self, player: _Player, tokens: Tokens, most: int) -> tuple[Tokens, list[float] | None]:
-        player.turn = self._turns.start(player.candidate_id, player.num_turns, tokens, most)
+    def _decode(self, player: _Player, turn_number: int, tokens: Tokens, most: int) -> Turn:
+        player.turn = self._turns.start(player.candidate_id, turn_number, tokens, most)
         if player.over.is_set():  # since before there was a turn to cancel
             player.turn.cancel()
         turn = player.turn.result()
         key = player.candidate_id, player.segment, player.num_tokens
-        player.num_turns += 1
         player.num_tokens += len(turn[0])
         self._events.put(TokensArrived(*key, *turn, time.perf_counter()))
         return turn

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, Protocol
 
 from .rows import Tokens
@@ -21,18 +20,17 @@ from .rows import Tokens
 
 POLL_S = 0.1
 
+Turn = tuple[Tokens, list[float] | None]  # its tokens and their log-probs
 Outcome = tuple[Any, ...]  # what TRL's `_tool_call_loop` returns
 
 
 class Turns(Protocol):
     """What decodes turns, in any thread."""
 
-    def decode(self, conversation: int, turn: int, prompt: Tokens) -> tuple[Tokens, list[float] | None]:
+    def decode(self, conversation: int, turn: int, prompt: Tokens) -> Turn:
         """Decodes a turn of a conversation whose tokens so far are `prompt`."""
 
-    def start(
-        self, conversation: int, turn: int, prompt: Tokens, most: int
-    ) -> Future[tuple[Tokens, list[float] | None]]:
+    def start(self, conversation: int, turn: int, prompt: Tokens, most: int) -> Future[Turn]:
         """Starts to decode at most so many tokens of a turn."""
 
     def tend(self) -> None:
@@ -84,7 +82,7 @@ class Views:
         self._timeout: float | None = trainer.args.tool_timeout_s
         self.lock = threading.RLock()  # of the tokenizer
 
-    def of(self, row: int, decode: Callable[[Tokens], tuple[Tokens, Any]], over: threading.Event) -> Any:
+    def of(self, row: int, decode: Callable[[Tokens], Turn], over: threading.Event) -> Any:
         """Returns a copy whose only row is this one, with the turns that `decode` returns until it is `over`."""
         trainer = self._trainer
         view = copy.copy(trainer)
@@ -124,6 +122,30 @@ class Views:
         return call
 
 
+class OwnTurns:
+    """
+    The turns of one conversation, called in its thread. `decode` takes the number of a turn, the tokens so far, and
+    how many there may still be of `most` after the prompt.
+    """
+
+    def __init__(self, decode: Callable[[int, Tokens, int], Turn], num_prompt_tokens: int, most: int) -> None:
+        self._decode = decode
+        self._end = num_prompt_tokens + most
+        self._last_end = time.perf_counter()
+        self.count = 0
+        self.acting_s = 0.0  # seconds between turns
+
+    def __call__(self, tokens: Tokens) -> Turn:
+        """Returns the turn after these tokens. It is empty at the limit, beyond which TRL cuts."""
+        self.acting_s += time.perf_counter() - self._last_end
+        turn: Turn = [], []
+        if len(tokens) < self._end:
+            turn = self._decode(self.count, tokens, self._end - len(tokens))
+            self.count += 1
+        self._last_end = time.perf_counter()
+        return turn
+
+
 class Conversations:
     """
     Runs TRL's tool loop for each row of this process by itself, after the first turn of all.
@@ -143,8 +165,7 @@ class Conversations:
         self._turns = turns
         self._views = Views(trainer)
         self._over = threading.Event()
-        self.num_turns = 0
-        self.acting_s: dict[int, float] = {}  # seconds between turns, by row
+        self.turns: list[OwnTurns] = []  # of each row that calls tools
 
     def run(
         self,
@@ -195,20 +216,13 @@ class Conversations:
 
     def _alone(self, row: int, num_prompt_tokens: int) -> Any:
         """Returns a copy of the trainer whose only row is this one."""
-        numbers, last_end = count(), time.perf_counter()
-        self.acting_s[row] = 0.0
 
-        def decode(prompt: Tokens) -> tuple[Tokens, list[float] | None]:
-            nonlocal last_end
-            self.acting_s[row] += time.perf_counter() - last_end
-            if len(prompt) - num_prompt_tokens >= self._trainer.max_completion_length:
-                return [], []  # TRL would cut all of it
-            self.num_turns += 1
-            turn = self._turns.decode(row, next(numbers), prompt)
-            last_end = time.perf_counter()
-            return turn
+        def decode(turn: int, tokens: Tokens, most: int) -> Turn:
+            return self._turns.decode(row, turn, tokens)
 
-        return self._views.of(row, decode, self._over)
+        turns = OwnTurns(decode, num_prompt_tokens, self._trainer.max_completion_length)
+        self.turns.append(turns)
+        return self._views.of(row, turns, self._over)
 
 
 def _within(seconds: float, tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
