@@ -18,18 +18,19 @@ from trl_darts.errors import ConfigurationError
 pytestmark = pytest.mark.vllm
 
 
-def agent(server, model_dir, tmp_path, tools=(multiply,), **fields):
+def agent(server, model_dir, tmp_path, tools=(multiply,), reward=None, environment_factory=None, **fields):
     """Two answers in five of the server's model are calls."""
     words = [*MULTIPLY, *(f"<{i}>" for i in range(len(MULTIPLY) * 3 // 2))]
     fields = {"max_completion_length": 200, "max_steps": 3, "learning_rate": 0.0, **fields}
     reader = Reader()
     trainer = DARTSGRPOTrainer(
         str(model_dir),
-        reader,
+        reward or reader,
         server_args(tmp_path, server, **fields),
         chats(),
         processing_class=make_chat_tokenizer(words, tools=True),
-        tools=list(tools),
+        tools=list(tools) or None,
+        environment_factory=environment_factory,
     )
     return trainer, reader
 
@@ -87,6 +88,71 @@ def test_what_a_slow_tool_holds_up_is_left_out(server, model_dir, tmp_path):
     assert len(seen) > 1
     assert rollout_logs(trainer)[0]["darts/rollout/aborted_candidates"] >= 1
     over.set()
+
+
+class Calculator:
+    """An environment with the tool. It counts its calls, and one of its kind may hang."""
+
+    hang = None
+
+    def reset(self, **kwargs):
+        self.calls = []
+        return " now"
+
+    def multiply(self, a: int, b: int) -> int:
+        """
+        Multiplies two numbers.
+
+        Args:
+            a: One number.
+            b: The other.
+        """
+        self.calls.append(str(a * b))
+        if Calculator.hang is not None:
+            hang, Calculator.hang = Calculator.hang, None
+            hang.append(self)
+            hang[0].wait(120)
+        return a * b
+
+
+@pytest.mark.parametrize("fields", [{}, {"schedule": "grpo"}], ids=str)
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_environments(server, model_dir, tmp_path, caplog, fields):
+    """Rewards see that of each row's own conversation, also of a spare one."""
+    seen = []
+
+    def reward(prompts, completions, environments, **kwargs):
+        assert all(prompt[-1]["content"].endswith(" now") for prompt in prompts)
+        assert len(set(map(id, environments))) == len(completions) == 16
+        for messages, environment in zip(completions, environments, strict=True):
+            answers = [message["content"] for message in messages if message["role"] == "tool"]
+            assert answers == environment.calls[: len(answers)]  # TRL cuts those that are over the limit
+        seen.append([environment.calls for environment in environments])
+        return [float(len(environment.calls)) for environment in environments]
+
+    trainer, _ = agent(server, model_dir, tmp_path, (), reward, environment_factory=Calculator, **fields)
+    trainer.train()
+    assert len(seen) == 3
+    spare = trainer.args.over_provisions
+    assert any(calls for batch in seen for calls in batch) or spare
+    for entry in rollout_logs(trainer):
+        assert (entry["darts/budget/total"] > 16) == spare == (fields == {})
+    assert (len(trainer._environment_pool[None]) > 16) == spare
+    assert not any("first turn" in message for message in caplog.messages)
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_an_environment_that_hangs_is_not_used_again(server, model_dir, tmp_path, monkeypatch):
+    hang = [threading.Event()]
+    monkeypatch.setattr(Calculator, "hang", hang)
+    fields = {"max_num_generations": 8, "min_num_generations": 8, "target_redundancy": 2.0, "max_steps": 2}
+    trainer, reader = agent(server, model_dir, tmp_path, (), environment_factory=Calculator, **fields)
+    trainer.train()
+    assert len(reader.batches) == 2
+    assert not hang[0].is_set()
+    assert len(hang) == 2
+    assert all(own is not hang[1] for own in [*trainer._environment_pool[None], *trainer.environments])
+    hang[0].set()
 
 
 def test_evaluation(server, model_dir, tmp_path):

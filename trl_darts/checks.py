@@ -21,7 +21,7 @@ from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 logger = get_logger(__name__)
 
-ENDED = "`tools`, whose conversations end with their rollout"
+ENDED = ", whose conversations end with their rollout"  # tools or environments
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
 GREEDY = 1e-5  # vLLM does not sample below this temperature
 # Sampling options that change probabilities, with values that don't.
@@ -66,8 +66,9 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
         raise ConfigurationError(
             f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
         )
-    args.resolve(Facts(no_deferral=ENDED) if turns == "tools" else None)
-    if turns and args.over_provisions and not (turns == "tools" and _plays_candidates(args)):
+    is_here = turns == "tools" or (turns is not None and args.world_size == 1)
+    args.resolve(Facts(no_deferral=f"`{turns}`{ENDED}") if is_here else None)
+    if turns and args.over_provisions and not (is_here and _plays_candidates(args)):
         reason = f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
         args.resolve(Facts(whole_groups=reason))
         logger.warning(
@@ -303,7 +304,7 @@ def _not_buffered(trainer: Any) -> tuple[str | None, str]:
     if trainer.environment_factories is not None:
         return "`environment_factory`, which creates the prompts of each batch", "Leave one of them out"
     if args.over_provisions and trainer.tools:
-        return ENDED, "Set `defer_unsettled_groups=False`"
+        return f"`tools`{ENDED}", "Set `defer_unsettled_groups=False`"
     if (args.drop_uniform_groups or args.scores_early) and trainer.tools:
         return "`tools`: rewards are only known after the tool loops", "Leave one of them out"
     if args.kv_after_update == "keep" and trainer.tools:

@@ -50,6 +50,7 @@ from .telemetry.rollout_log import RolloutLog
 from .telemetry.stopwatch import REST, StepParts, Stopwatch
 from .training.candidates import CandidateRun
 from .training.conversations import Conversations
+from .training.environments import Environments
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
@@ -73,8 +74,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     It is TRL's [`~trl.GRPOTrainer`] with the same arguments. For each prompt it samples more candidates than rows are
     trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts
     the rest; discarded candidates reach neither rewards nor loss. With tools on servers, a candidate is a whole
-    conversation. Evaluation and environments are not over-provisioned. `_rollout` has a whole rollout in the order in
-    which things happen.
+    conversation. Evaluation is not over-provisioned, nor are environments on several processes. `_rollout` has a whole
+    rollout in the order in which things happen.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -362,7 +363,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _candidates(self, parse: Callable[..., Any], turns: Any, batch: PromptBatch, messages: Any) -> CandidateRun:
         """Returns a rollout whose candidates are conversations."""
-        return CandidateRun(self, GRPOTrainer._tool_call_loop, parse, turns, batch, messages)
+        environments = Environments(self, self._batch.inputs, messages) if self.environments else None
+        return CandidateRun(self, GRPOTrainer._tool_call_loop, parse, turns, batch, messages, environments)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)

@@ -72,8 +72,10 @@ class ConversationSource(LoaderSource):
         repeated = repeated_groups(result)
         first = {place: [own.first for own in group] for place, group in groups.items()}
         rows = KeptConversations(**vars(KeptRows.of_groups(first, repeated, batch.num_generations)))
-        groups |= {place: copy.deepcopy(groups[other]) for place, other in repeated.items()}  # rewards may change them
+        groups |= {place: [_copied(own) for own in groups[other]] for place, other in repeated.items()}
         rows.played = [own for place in sorted(groups) for own in groups[place]]
+        if self.trainer.environments:  # those of the candidates that are kept, for rewards
+            self.trainer.environments[:] = [own.environment for own in rows.played]
         return rows
 
     def _of_turns(self, kept: Sequence[Played], ended: Sequence[Played]) -> dict[str, float]:
@@ -87,3 +89,8 @@ class ConversationSource(LoaderSource):
     def log(self, record: RolloutRecord) -> None:
         super().log(record)
         self.trainer._log_all(self._metrics)
+
+
+def _copied(played: Played) -> Played:
+    """Copies what rewards may change."""
+    return replace(played, outcome=copy.deepcopy(played.outcome))

@@ -55,7 +55,8 @@ def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
 
 def plays_candidates(trainer: Any) -> bool:
     """Whether candidates are conversations from their first turn on, where no buffer keeps prompts."""
-    has_tools = bool(trainer.tools) and trainer.environment_factories is None
+    is_here = trainer.environment_factories is None or trainer.accelerator.num_processes == 1  # all environments
+    has_tools = bool(trainer.tools) and is_here
     return has_tools and bool(trainer.args.uses_servers) and not trainer._is_vlm
 
 

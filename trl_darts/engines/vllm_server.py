@@ -92,11 +92,10 @@ class VLLMServerEngine:
         Runs one rollout and waits for it: [`start`], then [`wait`].
 
         `prompts` has one prompt per group, by its ID, or one per row of a group (M). `body` has fields of the
-        completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further
-        fields for one candidate. `on_progress` is called ten times a second with the scheduler's ledger. `seed` is
-        for the candidates' seeds, where servers would sample alike. `reuse` has earlier answers, with which groups
-        begin. Raises [`GenerationError`] with the server's message if a server rejects a candidate, fails or is too
-        slow.
+        completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further fields for one
+        candidate. `on_progress` is called ten times a second with the scheduler's ledger. `seed` is for the
+        candidates' seeds, where servers would sample alike. `reuse` has earlier answers, with which groups begin.
+        Raises [`GenerationError`] with the server's message if a server rejects a candidate, fails or is too slow.
         """
         rollout = self.start(scheduler, plans, prompts, body, overrides, seed, reuse)
         return self.wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))

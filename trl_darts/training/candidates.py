@@ -37,6 +37,7 @@ from ..scheduling import (
 )
 from ..scheduling.ledger import Ledger
 from .conversations import POLL_S, Outcome, Over, OwnTurns, Turn, Turns, Views
+from .environments import Environments
 from .rows import Tokens
 
 
@@ -54,7 +55,11 @@ class RowPrompts(Protocol):
     def rows(self) -> list[Tokens]:
         """Tokens of each row's prompt."""
 
-    def row_of(self, group: int, index: int) -> int:
+    @property
+    def num_generations(self) -> int:
+        """Rows of a group."""
+
+    def row_of(self, group_id: int, index: int) -> int:
         """Returns the row with the prompt of a group's candidate."""
 
 
@@ -66,6 +71,7 @@ class Played:
     outcome: Outcome  # of TRL's loop, with this row alone
     num_turns: int
     acting_s: float  # seconds between its turns
+    environment: Any = None  # on which it acted
 
 
 @dataclass
@@ -75,6 +81,9 @@ class _Player:
     candidate_id: int
     segment: int
     row: int
+    is_spare: bool  # beyond the rows of its group
+    thread: threading.Thread | None = None
+    environment: Any = None
     over: threading.Event = field(default_factory=threading.Event)
     turn: Future[Any] | None = None  # that decodes
     num_tokens: int = 0
@@ -86,7 +95,7 @@ class CandidateRun:
 
     Args:
         trainer (`DARTSGRPOTrainer`):
-            The trainer, see [`Views`]. It has no environments: all rows have the same tools.
+            The trainer, see [`Views`]. Without environments, all rows have the same tools.
         loop (`Callable`):
             TRL's `_tool_call_loop`.
         parse (`Callable`):
@@ -97,10 +106,19 @@ class CandidateRun:
             Prompts of all rows.
         messages (`list`):
             The conversation that is each row's prompt.
+        environments (`Environments`, *optional*):
+            Those of the candidates.
     """
 
     def __init__(
-        self, trainer: Any, loop: Loop, parse: Parse, turns: Turns, prompts: RowPrompts, messages: Sequence[Any]
+        self,
+        trainer: Any,
+        loop: Loop,
+        parse: Parse,
+        turns: Turns,
+        prompts: RowPrompts,
+        messages: Sequence[Any],
+        environments: Environments | None = None,
     ) -> None:
         self._loop = loop
         self._parse = parse
@@ -110,6 +128,7 @@ class CandidateRun:
         self._most: int = trainer.max_completion_length
         self._ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         self._views = Views(trainer)
+        self._environments = environments
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._players: dict[int, _Player] = {}  # by candidate
         self._error: Exception | None = None  # of our own, or of the chat template
@@ -137,6 +156,7 @@ class CandidateRun:
                 self._end(player)
             with self._views.lock:  # none of them uses the tokenizer any longer
                 pass
+            self._retire()
         return scheduler.result()
 
     def _handle_next(self, scheduler: Scheduler) -> None:
@@ -154,9 +174,12 @@ class CandidateRun:
                 self._abort(scheduler, command)
             elif isinstance(command, Submit):
                 row = self._prompts.row_of(command.group_id, command.index)
-                player = _Player(command.candidate_id, command.segment, row)
+                is_spare = command.index >= self._prompts.num_generations
+                player = _Player(command.candidate_id, command.segment, row, is_spare)
                 self._players[player.candidate_id] = player
-                threading.Thread(target=self._run, args=[player], name="trl_darts-conversation", daemon=True).start()
+                name = "trl_darts-conversation"
+                player.thread = threading.Thread(target=self._run, args=[player], name=name, daemon=True)
+                player.thread.start()
 
     def _abort(self, scheduler: Scheduler, command: Abort) -> None:
         player = self._players[command.candidate_id]
@@ -172,6 +195,17 @@ class CandidateRun:
         player.over.set()
         if (turn := player.turn) is not None:
             turn.cancel()
+
+    def _retire(self) -> None:
+        """Has later batches not use what conversations still act on: a tool that runs can't be stopped."""
+        if self._environments is None:
+            return
+        deadline = time.perf_counter() + POLL_S
+        for player in self._players.values():
+            if player.thread is not None:
+                player.thread.join(max(0.0, deadline - time.perf_counter()))
+                if player.thread.is_alive() and player.environment is not None:
+                    self._environments.retire(player.row, player.environment)
 
     # In the conversation's thread
 
@@ -196,13 +230,25 @@ class CandidateRun:
 
     def _play(self, player: _Player) -> Played:
         prompt, messages = self._prompts.rows[player.row], copy.deepcopy(self._messages[player.row])
+        row = 0  # whose tools it has: without environments, those of all
+        if self._environments is not None:
+            row = player.row
+            self._enter(player, self._environments)
         turns = OwnTurns(partial(self._decode, player), len(prompt), self._most)
-        view = self._views.of(0, turns, player.over)
+        view = self._views.of(row, turns, player.over, player.environment)
         first = turns(prompt)
         (completion,) = self._parse([messages], [first[0]], view._tokenizer, [prompt])
         logprobs = None if first[1] is None else [list(first[1])]
-        row: Any = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
-        return Played(first, self._loop(view, *row), turns.count, turns.acting_s)
+        own: Any = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
+        return Played(first, self._loop(view, *own), turns.count, turns.acting_s, player.environment)
+
+    def _enter(self, player: _Player, environments: Environments) -> None:
+        if not player.is_spare:
+            player.environment = environments.of_row(player.row)
+            return
+        player.environment = environments.take(player.row)
+        if not player.over.is_set():
+            environments.reset(player.row, player.environment)
 
     def _decode(self, player: _Player, turn_number: int, tokens: Tokens, most: int) -> Turn:
         player.turn = self._turns.start(player.candidate_id, turn_number, tokens, most)

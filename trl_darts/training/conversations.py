@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from .environments import bound_to
 from .rows import Tokens
 
 
@@ -82,12 +83,18 @@ class Views:
         self._timeout: float | None = trainer.args.tool_timeout_s
         self.lock = threading.RLock()  # of the tokenizer
 
-    def of(self, row: int, decode: Callable[[Tokens], Turn], over: threading.Event) -> Any:
-        """Returns a copy whose only row is this one, with the turns that `decode` returns until it is `over`."""
+    def of(self, row: int, decode: Callable[[Tokens], Turn], over: threading.Event, environment: Any = None) -> Any:
+        """
+        Returns a copy whose only row is this one, with the turns that `decode` returns until it is `over`, and maybe
+        with another instance of the row's environment.
+        """
         trainer = self._trainer
         view = copy.copy(trainer)
-        view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in trainer._sync_tool_dicts[row].items()}]
-        view._async_tool_dicts = [{name: self._awaited(tool) for name, tool in trainer._async_tool_dicts[row].items()}]
+        tools, awaited = trainer._sync_tool_dicts[row], trainer._async_tool_dicts[row]
+        if environment is not None:
+            tools, awaited = (bound_to(own, trainer.environments[row], environment) for own in (tools, awaited))
+        view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in tools.items()}]
+        view._async_tool_dicts = [{name: self._awaited(tool) for name, tool in awaited.items()}]
         if trainer.environment_factories is not None:
             view._batch_environments = [trainer._batch_environments[row]]
         view.processing_class = view._tokenizer = Serial(trainer.processing_class, self.lock, over)
