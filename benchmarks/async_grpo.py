@@ -23,7 +23,24 @@ from safetensors.torch import save_file
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 
-__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer", "FileTransfer"]
+__all__ = ["AsyncGRPOTrainer", "FileTransfer", "async_args"]
+
+
+def async_args(url: str, directory: str, **fields: Any) -> AsyncGRPOConfig:
+    """Returns a config for a CPU and a server, that logs each step and saves no checkpoints."""
+    return AsyncGRPOConfig(
+        output_dir=directory,
+        use_cpu=True,
+        gradient_accumulation_steps=1,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        vllm_server_base_url=url,
+        **fields,
+    )
 
 
 def varlen_attention(

@@ -31,7 +31,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
 from benchmarks import parts
-from benchmarks.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, FileTransfer
+from benchmarks.async_grpo import AsyncGRPOTrainer, FileTransfer, async_args
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, load_model, make_dataset
 from benchmarks.servers import make_trainer
@@ -108,23 +108,15 @@ def exactly(model: Any) -> Answers:
 
 def async_trainer(server: Server, seed: int, steps: int, directory: str, max_staleness: int) -> Any:
     """Returns TRL's trainer. Its prompts are messages."""
-    args = AsyncGRPOConfig(
-        output_dir=directory,
-        use_cpu=True,
+    args = async_args(
+        server.url,
+        directory,
         bf16=False,
         per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=1,
         num_generations=NUM_GENERATIONS,
         max_completion_length=LIMIT,
         max_steps=steps,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        vllm_server_base_url=server.url,
         seed=seed,
         token_budget=0,
         max_staleness=max_staleness,

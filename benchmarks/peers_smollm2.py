@@ -22,7 +22,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from benchmarks import parts
-from benchmarks.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, FileTransfer
+from benchmarks.async_grpo import AsyncGRPOTrainer, FileTransfer, async_args
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.peers import METRICS
 from benchmarks.servers import make_trainer, training_args
@@ -70,28 +70,23 @@ def server_of() -> Iterator[str]:
         yield server.base_url
 
 
+def fields_of(seed: int, steps: int) -> dict[str, Any]:
+    """Returns what both trainers are given."""
+    return {
+        "bf16": True,
+        "num_generations": NUM_GENERATIONS,
+        "max_completion_length": LIMIT,
+        "max_steps": steps,
+        "learning_rate": 1e-4,
+        "seed": seed,
+        "temperature": TEMPERATURE,
+    }
+
+
 def async_trainer(url: str, seed: int, steps: int, directory: str) -> Any:
     """Returns TRL's trainer."""
-    args = AsyncGRPOConfig(
-        output_dir=directory,
-        use_cpu=True,
-        bf16=True,
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=1,
-        num_generations=NUM_GENERATIONS,
-        max_completion_length=LIMIT,
-        max_steps=steps,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        vllm_server_base_url=url,
-        seed=seed,
-        max_staleness=STALENESS,
-        temperature=TEMPERATURE,
+    args = async_args(
+        url, directory, per_device_train_batch_size=ROWS, max_staleness=STALENESS, **fields_of(seed, steps)
     )
     data: Dataset = make_dataset(NUM_PROMPTS).shuffle(seed)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -114,18 +109,12 @@ def our_trainer(url: str, seed: int, steps: int, directory: str, fields: dict[st
     args = training_args(
         url,
         directory,
-        bf16=True,
         per_device_train_batch_size=NUM_GENERATIONS,
         gradient_accumulation_steps=PROMPTS,
-        num_generations=NUM_GENERATIONS,
-        max_completion_length=LIMIT,
-        max_steps=steps,
-        learning_rate=1e-4,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        seed=seed,
-        temperature=TEMPERATURE,
         weight_sync="adapter",
+        **fields_of(seed, steps),
         **fields,
     )
     return make_trainer(str(CHECKPOINT), accuracy_reward, args, make_dataset(NUM_PROMPTS), peft_config=LORA)
