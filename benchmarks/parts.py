@@ -112,7 +112,8 @@ def peers_smollm2(results: Path) -> str:
     base = "async-4" if "async-4" in arms else arms[0]
     text = f"""
         `python -m benchmarks.peers_smollm2`: SmolLM2-135M with LoRA, trainer and server on the same two cores
-        {origin(lines)}. Nothing is paced. *Times as fast* is over *{base}*, with as many rows."""
+        {origin(lines)}. Nothing is paced. *Times as fast* is over *{base}*, with as many rows. What samples
+        ahead decodes on the cores that passes need, most of all in the first step."""
     table = cells.compare("arm (seeds)", {"": runs}, PEERS_SMOLLM2, arms, base)
     return section("Beside TRL's AsyncGRPO, SmolLM2", text, table)
 
