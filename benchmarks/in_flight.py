@@ -9,7 +9,7 @@ the server's own, token by token, and the age of each row with `max_staleness`. 
 tokens, from the end of the last engine step before it to the end of the first one after it. A lower bound is the load
 of the weights, vLLM's pause and resume, and one engine step; `report_update` asks how many tokens each request has.
 
-Exits with 1 if a version differs or a row is too old.
+Exits with 1 if a version differs or a row is too old. Of an aborted candidate, what was received is compared.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.servers import benchmark_server, make_trainer, training_args
 from benchmarks.vllm_server import plugin_environment
 from trl_darts.engines.pool import ServerPool
+from trl_darts.scheduling import FinishReason
 from trl_darts.weights import calls
 
 
@@ -65,7 +66,9 @@ def train(
     original = trainer._batches.taken
 
     def kept(result: Any) -> Any:
-        taken.extend((trainer.state.global_step, row) for group in result.groups for row in group.candidates)
+        for group in result.groups:
+            rows = {row.candidate_id for row in group.rows}
+            taken.extend((trainer.state.global_step, own, own.candidate_id in rows) for own in group.candidates)
         return original(result)
 
     trainer._batches.taken = kept
@@ -127,18 +130,33 @@ def stalls_of(lines: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]
 
 
 def versions_found(
-    taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...], Versions]]
+    taken: Sequence[tuple[int, Any, bool]], known: Counter[tuple[tuple[int, ...], Versions]]
 ) -> dict[str, int]:
-    """Compares candidates with what the server wrote."""
-    rows = [(step, tuple(row.tokens), row.versions) for step, row in taken if row.tokens]
-    wrong = Counter((tokens, versions) for _, tokens, versions in rows) - known
+    """
+    Compares candidates with what the server wrote, and returns the age of the oldest row. Of an aborted candidate, the
+    server may have written tokens that nobody has received.
+    """
+    own = [(tuple(one.tokens), one.versions, one.finish_reason) for _, one, _ in taken if one.tokens]
+    aborted = [(tokens, versions) for tokens, versions, reason in own if reason is FinishReason.ABORT]
+    ended = Counter((tokens, versions) for tokens, versions, reason in own if reason is not FinishReason.ABORT)
+    not_begun = [one for one in aborted if not any(begins(other, one) for other in known)]
     return {
-        "candidates": len(rows),
-        "tokens": sum(len(row[1]) for row in rows),
-        "mixed": sum(len(row[2]) > 1 for row in rows),
-        "wrong": wrong.total(),
-        "oldest": max(step - versions[0][0] for step, _, versions in rows),
+        "candidates": len(own),
+        "tokens": sum(len(tokens) for tokens, _, _ in own),
+        "mixed": sum(len(versions) > 1 for _, versions, _ in own),
+        "aborted": len(aborted),
+        "wrong": (ended - known).total() + len(not_begun),
+        "oldest": max(step - one.versions[0][0] for step, one, is_row in taken if is_row and one.tokens),
     }
+
+
+def begins(whole: tuple[tuple[int, ...], Versions], part: tuple[tuple[int, ...], Versions]) -> bool:
+    """Whether tokens begin with others, of the same versions."""
+    count = len(part[0])
+    if whole[0][:count] != part[0]:
+        return False
+    versions = [version for version, number in whole[1] for _ in range(number)][:count]
+    return versions == [version for version, number in part[1] for _ in range(number)]
 
 
 def run(shared: Shared, schedule: str, kv: str, steps: int) -> dict[str, Any]:
