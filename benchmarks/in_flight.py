@@ -37,6 +37,11 @@ from trl_darts.weights import calls
 
 
 MAX_STALENESS = 4
+# The default would soon sample no spare candidates, since few slots make them dear.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "grpo": {"schedule": "grpo"},
+    "darts": {"schedule": "darts", "min_num_generations": 10, "max_num_generations": 16, "target_redundancy": 1.5},
+}
 
 
 def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -166,7 +171,7 @@ def run(shared: Shared, schedule: str, kv: str, steps: int) -> dict[str, Any]:
         env = plugin_environment(Path(directory), "benchmarks.engine_record:register") | {RECORD: str(path)}
         # Few slots, so that the server always has something to decode.
         with benchmark_server(env=env, no_async_scheduling=True, max_num_seqs=4) as (url, model_dir):
-            taken, waits = train(url, model_dir, directory, steps, kv_after_update=kv, schedule=schedule)
+            taken, waits = train(url, model_dir, directory, steps, kv_after_update=kv, **SCHEDULES[schedule])
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     stalls, loads, between = stalls_of(lines)
     milliseconds = {
@@ -186,7 +191,7 @@ def check(line: Mapping[str, Any]) -> str | None:
 BENCHMARK = Benchmark(
     "in_flight",
     __doc__,
-    {"schedule": ["grpo", "darts"], "kv": ["recompute", "keep"]},
+    {"schedule": list(SCHEDULES), "kv": ["recompute", "keep"]},
     run,
     parts.in_flight,
     options={"steps": 200},

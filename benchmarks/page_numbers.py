@@ -163,6 +163,11 @@ def _step(prompt: int) -> Number:
     return Number("step.jsonl", values)
 
 
+def _cores(arm: str, value: Callable[[Run], float]) -> Number:
+    name = "peers_smollm2.jsonl"
+    return Number(name, lambda: [value(run) for run in lines_of(name) if run["arm"] == arm], mean)
+
+
 def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callable[..., str] = ratio) -> Number:
     def values() -> list[float]:
         found = {(run["arm"], run["seed"]): run for run in lines_of("peers.jsonl")}
@@ -209,6 +214,12 @@ NUMBERS: dict[str, Number] = {
     "peers.async.kept": _peers("async-4", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.default.kept": _peers("default", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.continuous.reward": _peers("continuous", lambda own, base: own["reward"] - base["reward"], "grpo", mean),
+    **{
+        f"cores.{arm.split('-')[0]}": _cores(arm, lambda own: own["seconds"] / own["steps"])
+        for arm in ("async-4", "grpo", "default", "continuous")
+    },
+    "cores.passes.first": _cores("async-4", lambda own: own["by_step"]["passes"][0]),
+    "cores.passes.last": _cores("async-4", lambda own: own["by_step"]["passes"][-1]),
     "learning.default": _learning("published", "default"),
     "learning.unguarded": _learning("published", "unguarded"),
     "learning.paper": _learning("published", "paper"),
