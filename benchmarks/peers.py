@@ -86,15 +86,33 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sleeps, and records the step."""
-        metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
-        lengths = metrics.get("completions/mean_length", [])
-        trained = sum(lengths) * ROWS if lengths else metrics["batch/trained_tokens_per_step"][-1]
+        trained = trained_tokens(self.trainer, ROWS)
         pace = self.per_token * trained
         time.sleep(pace)
         answers, now = exactly(self.trainer.model), time.perf_counter()
         own = {"seconds": now - self.before, "now": now - self.begun, "pace": pace, "trained": trained}
         self.steps.append({**own, "reward": answers.reward, "mean": answers.mean, "p99": answers.p99})
         self.before = now
+
+
+def trained_tokens(trainer: Any, rows: int) -> float:
+    """Returns the tokens of the step that ends, which has so many rows."""
+    metrics = trainer._metrics["train"]  # of this step alone: each is logged
+    lengths = metrics.get("completions/mean_length", [])
+    tokens: float = sum(lengths) * rows if lengths else metrics["batch/trained_tokens_per_step"][-1]
+    return tokens
+
+
+def log_of(trainer: Any) -> dict[int, dict[str, float]]:
+    """Returns what a trainer logged, by step."""
+    return {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+
+
+def add_metrics(steps: list[dict[str, float]], log: dict[int, dict[str, float]]) -> None:
+    """Adds to each step what was logged."""
+    for number, step in enumerate(steps, start=1):
+        for name, keys in METRICS.items():
+            step[name] = next((log[number][key] for key in keys if log[number].get(key) is not None), 0.0)
 
 
 def exactly(model: Any) -> Answers:
@@ -155,15 +173,14 @@ def run(shared: Shared, seed: int, arm: str, steps: int, per_token: float) -> di
         if not arm.startswith("async"):
             trainer.vllm_generation.engine.close()
     pace = server.pace().since(before)
-    found = summary(clock.steps, {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry})
+    found = summary(clock.steps, log_of(trainer))
     return {"steps": steps, "per_token": per_token, **found, "engine": asdict(pace)}
 
 
 def summary(steps: list[dict[str, float]], log: dict[int, dict[str, float]]) -> dict[str, Any]:
     """Returns totals and means of a run, and its steps."""
-    for number, step in enumerate(steps, start=1):
-        for name, keys in METRICS.items():
-            step[name] = next((log[number][key] for key in keys if log[number].get(key) is not None), 0.0)
+    add_metrics(steps, log)
+    for step in steps:
         parts_of_step = sum(step[name] for name in ("wait", "scoring", "sync", "passes", "pace"))
         step["rest"] = step["seconds"] - parts_of_step
     mean: Callable[[str], float] = lambda name: sum(step[name] for step in steps) / len(steps)  # noqa: E731

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -24,7 +23,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from benchmarks import parts
 from benchmarks.async_grpo import AsyncGRPOTrainer, FileTransfer, async_args
 from benchmarks.harness import Benchmark, Shared, main
-from benchmarks.peers import METRICS
+from benchmarks.peers import add_metrics, log_of, trained_tokens
 from benchmarks.servers import make_trainer, training_args
 from benchmarks.smollm2_rollouts import CHECKPOINT, MACHINES, TEMPERATURE, accuracy_reward, make_dataset
 from benchmarks.vllm_server import start_vllm_server
@@ -55,10 +54,8 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Records the step."""
-        metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
-        lengths = metrics.get("completions/mean_length", [])
-        trained = float(np.mean(lengths)) * ROWS if lengths else metrics["batch/trained_tokens_per_step"][-1]
-        self.steps.append({"now": time.perf_counter() - self.begun, "trained": trained})
+        now = time.perf_counter() - self.begun
+        self.steps.append({"now": now, "trained": trained_tokens(self.trainer, ROWS)})
 
 
 @contextmanager
@@ -135,10 +132,7 @@ def run(shared: Shared, seed: int, arm: str, steps: int) -> dict[str, Any]:
         trainer.train()
         if not is_async:
             trainer.vllm_generation.engine.close()
-    log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
-    for number, step in enumerate(clock.steps, start=1):
-        for name, keys in METRICS.items():
-            step[name] = next((log[number][key] for key in keys if log[number].get(key) is not None), 0.0)
+    add_metrics(clock.steps, log_of(trainer))
     seconds, tokens = clock.steps[-1]["now"], sum(step["trained"] for step in clock.steps)
     by_step = {name: [step[name] for step in clock.steps] for name in clock.steps[0]}
     return {"steps": steps, "seconds": seconds, "trained_tokens": tokens, "by_step": by_step}

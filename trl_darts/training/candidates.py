@@ -82,7 +82,7 @@ class _Player:
     segment: int
     row: int
     is_spare: bool  # beyond the rows of its group
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(init=False)
     environment: Any = None
     over: threading.Event = field(default_factory=threading.Event)
     turn: Future[Any] | None = None  # that decodes
@@ -202,10 +202,9 @@ class CandidateRun:
             return
         deadline = time.perf_counter() + POLL_S
         for player in self._players.values():
-            if player.thread is not None:
-                player.thread.join(max(0.0, deadline - time.perf_counter()))
-                if player.thread.is_alive() and player.environment is not None:
-                    self._environments.retire(player.row, player.environment)
+            player.thread.join(max(0.0, deadline - time.perf_counter()))
+            if player.thread.is_alive() and player.environment is not None:
+                self._environments.retire(player.row, player.environment)
 
     # In the conversation's thread
 
