@@ -26,13 +26,14 @@ FIELDS = {
 }
 THINKING = 100  # mean tokens of a turn
 TOLERANCE = 1e-3
+THREADS = ("trl_darts-conversation", "trl_darts-tool")
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
 class AgentAudit:
     """Counts the calls of a tool, and the answers to it in the conversations that come of them."""
 
-    def __init__(self, trainer: DARTSGRPOTrainer, waiter: Waiter) -> None:
+    def __init__(self, trainer: DARTSGRPOTrainer, waiter: Waiter | None = None) -> None:
         self.trainer, self.waiter = trainer, waiter
         self.counts: Counter[str] = Counter()
         self.rollouts: list[tuple[float, float]] = []  # start and end
@@ -59,7 +60,7 @@ class AgentAudit:
             def run(*own: Any) -> RolloutResult:
                 result: RolloutResult = play(*own)
                 self.rollouts.append((begin, time.perf_counter()))
-                self._count(result, made.played)
+                self._count(result, made)
                 return result
 
             made.run = run  # type: ignore[method-assign]
@@ -67,10 +68,10 @@ class AgentAudit:
 
         engine.open_turns, trainer._candidates = opened, audited  # type: ignore[method-assign]
 
-    def _count(self, result: RolloutResult, played: Any) -> None:
+    def _count(self, result: RolloutResult, run: Any) -> None:
         self.counts["rows"] += sum(len(group.rows) for group in result.groups)
         self.counts["expected rows"] += NUM_PROMPTS * NUM_GENERATIONS
-        self.counts["answers"] += sum(own.outcome[4] for own in played.values())  # as TRL counts calls
+        self.counts["answers"] += sum(own.outcome[4] for own in run.played.values())  # as TRL counts calls
 
     @property
     def worst(self) -> float:
@@ -80,11 +81,16 @@ class AgentAudit:
     @property
     def nothing_lost(self) -> bool:
         """Whether each call was answered in one conversation, and no row is missing."""
+        assert self.waiter is not None
+        self.counts["calls"] = self.waiter.num_calls
+        return self.counts["calls"] == self.counts["answers"] and self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no row is missing, no token has another log-prob, and no thread is left."""
         counts = self.counts
-        counts["calls"] = self.waiter.num_calls
-        counts["threads left"] = sum(t.name.startswith("trl_darts-conversation") for t in threading.enumerate())
-        same = counts["calls"] == counts["answers"] and counts["rows"] == counts["expected rows"]
-        return same and not counts["threads left"] and self.worst <= TOLERANCE
+        counts["threads left"] = sum(t.name.startswith(THREADS) for t in threading.enumerate())
+        return counts["rows"] == counts["expected rows"] and not counts["threads left"] and self.worst <= TOLERANCE
 
 
 def make_model(directory: Path) -> Path:
@@ -95,6 +101,14 @@ def make_model(directory: Path) -> Path:
 def audited_trainer(urls: list[str], model_dir: Path, seed: int, output_dir: str, **fields: Any) -> AgentAudit:
     """Returns the audit of a trainer whose conversations call a tool of 0.05 to 0.5 s."""
     waiter = Waiter(seed, longest_s=0.5)
+    return AgentAudit(agent_trainer(urls, model_dir, seed, output_dir, {"tools": [waiter.tool()]}, **fields), waiter)
+
+
+def agent_trainer(
+    urls: list[str], model_dir: Path, seed: int, output_dir: str, tools: dict[str, Any], **fields: Any
+) -> DARTSGRPOTrainer:
+    """Returns a trainer with these tools or environments."""
     args = training_args(",".join(urls), output_dir, seed=seed, **{**FIELDS, **fields})
     prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": f"task {i}"}]} for i in range(64)])
-    return AgentAudit(make_trainer(str(model_dir), tokens, args, prompts, tools=[waiter.tool()]), waiter)
+    trainer: DARTSGRPOTrainer = make_trainer(str(model_dir), tokens, args, prompts, **tools)
+    return trainer

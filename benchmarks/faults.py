@@ -2,7 +2,7 @@
 Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
     python -m benchmarks.faults [--kills 20] [--freezes 5]
-    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix,reuse,agents
+    python -m benchmarks.faults --arms ahead,continuous,waves,stop,defer,tail,suffix,reuse,agents,environments
 
 `trl-darts serve --restart` runs two real servers of the tiny reasoner. At random moments, also during weight syncs, a
 random server is killed with SIGKILL, or stopped with SIGSTOP for 15 seconds. The run ends some steps after the last
@@ -20,6 +20,8 @@ of their rollout. No other server may be lost.
 - suffix: with drafts.
 - reuse: answers of the last pass are verified and continue.
 - agents: conversations with a tool. Each call of it must be answered in one conversation, and no thread may be left.
+- environments: conversations in processes, of which as many are killed as servers, and five calls that hang. A
+  conversation must be told what its environment was asked, once, and no process may be left.
 - adapter, adapter_continuous: weights are LoRA adapters, otherwise as with default and continuous. No adapter may be
   left on a server at the end.
 
@@ -49,7 +51,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from benchmarks import agent_audit, parts
+from benchmarks import agent_audit, environment_audit, parts
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.lines import ROOT
 from benchmarks.servers import make_trainer, training_args
@@ -64,6 +66,7 @@ from trl_darts.tiny_reasoner.task import accuracy_reward, make_dataset
 CHECKPOINT = ROOT / "examples" / "tiny_reasoner" / "checkpoint"
 NUM_SERVERS = 2
 FROZEN_S = 15.0
+HANGS = 5  # calls of environments
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -84,6 +87,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "suffix": {},
     "reuse": {"schedule": "grpo", "reuse_answers": True},
     "agents": {},
+    "environments": {},
     "adapter": ADAPTER,
     "adapter_continuous": {**ADAPTER, "rollout_ahead": "continuous"},
 }
@@ -386,12 +390,16 @@ def run(shared: Shared, arm: str, kills: int, freezes: int, seed: int) -> dict[s
     servers, options = NUM_SERVERS + (arm == "tail"), ["--speculative", "suffix"] if arm == "suffix" else []
     options += ["--lora-rank", str(LORA.r)] if arm.startswith("adapter") else []
     with tempfile.TemporaryDirectory() as directory:
-        model_dir = agent_audit.make_model(Path(directory) / "caller") if arm == "agents" else CHECKPOINT
+        converses = arm in ("agents", "environments")
+        model_dir = agent_audit.make_model(Path(directory) / "caller") if converses else CHECKPOINT
         with serve(directory, servers, options, model_dir) as urls:
             audit: Any
-            if arm == "agents":
+            if converses:
                 health = {"vllm_health_timeout_s": HEALTH_TIMEOUT_S}
-                audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, **health)
+                make: Any = agent_audit.audited_trainer
+                if arm == "environments":
+                    make = partial(environment_audit.audited_trainer, kills=kills, hangs=HANGS)
+                audit = make(urls, model_dir, seed, directory, **health)
                 faults = disturb(audit.trainer, kinds, seed, audit)
             else:
                 faults, audit = train(urls, kinds, seed, directory, **FIELDS[arm])

@@ -11,8 +11,8 @@ from tests.launches.scenarios import MULTIPLY
 from tests.test_trainer_server import server_args
 from tests.trl_parity.common import chats
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages
-from trl_darts import DARTSGRPOTrainer
-from trl_darts.errors import ConfigurationError
+from trl_darts import DARTSGRPOTrainer, EnvironmentLost
+from trl_darts.errors import ConfigurationError, GenerationError
 
 
 pytestmark = pytest.mark.vllm
@@ -153,6 +153,70 @@ def test_an_environment_that_hangs_is_not_used_again(server, model_dir, tmp_path
     assert len(hang) == 2
     assert all(own is not hang[1] for own in [*trainer._environment_pool[None], *trainer.environments])
     hang[0].set()
+
+
+@pytest.mark.parametrize("fields", [{}, {"schedule": "grpo"}], ids=str)
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_a_lost_environment_costs_its_conversation_a_new_beginning(server, model_dir, tmp_path, fields):
+    """The first call in each of the rows' own environments loses it, and none in those that replace them."""
+    lock, made, lost = threading.Lock(), [], []
+
+    class Fragile(Calculator):
+        def __init__(self):
+            made.append(self)
+            self.is_sound = len(made) > 16
+
+        @wraps(Calculator.multiply)
+        def multiply(self, a, b):
+            with lock:
+                if not self.is_sound and self not in lost:
+                    lost.append(self)
+                    raise EnvironmentLost("the container is gone")
+            return super().multiply(a, b)
+
+    def reward(prompts, completions, environments, **kwargs):
+        for messages, environment in zip(completions, environments, strict=True):
+            answers = [message["content"] for message in messages if message["role"] == "tool"]
+            assert answers == environment.calls[: len(answers)]
+            assert environment not in lost
+        return [float(len(own.calls)) for own in environments]
+
+    trainer, _ = agent(server, model_dir, tmp_path, (), reward, environment_factory=Fragile, **fields)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert lost
+    assert not set(lost) & {*trainer._environment_pool[None], *trainer.environments}
+    assert sum(entry["darts/tools/lost_environments"] for entry in rollout_logs(trainer)) == len(lost)
+    assert all(entry["tools/failure_frequency"] == 0 for entry in rollout_logs(trainer))
+    assert all(len(batch["completion_ids"]) == 16 for batch in batches)
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in rollout_logs(trainer)) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_an_environment_that_is_always_lost_ends_the_training(server, model_dir, tmp_path):
+    class Gone(Calculator):
+        @wraps(Calculator.multiply)
+        def multiply(self, a, b):
+            raise EnvironmentLost("the container is gone")
+
+    trainer, _ = agent(server, model_dir, tmp_path, (), environment_factory=Gone, schedule="grpo")
+    with pytest.raises(GenerationError, match=r"the container is gone \(3 environments in a row\)"):
+        trainer.train()
+    assert not any(thread.name.startswith("trl_darts-conversation") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop_tools": ["multiplies"]}, r"`stop_tools` \('multiplies'\) must be names .*Did you mean `multiply`"),
+        ({"stop_tools": []}, "`stop_tools`"),
+        ({"tool_timeout_s": 3.0, "tools": []}, r"`tool_timeout_s` \(3.0\) has no effect without tools"),
+        ({"conversation_timeout_s": 0.0}, "`conversation_timeout_s`"),
+    ],
+)
+def test_limits_without_an_effect(server, model_dir, tmp_path, fields, words):
+    with pytest.raises(ConfigurationError, match=words):
+        agent(server, model_dir, tmp_path, **fields)
 
 
 def test_evaluation(server, model_dir, tmp_path):

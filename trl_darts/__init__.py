@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .callbacks import VarianceTrackerCallback
     from .config import DARTSGRPOConfig
+    from .errors import EnvironmentLost
     from .length_recorder import record_lengths
     from .trainer import DARTSGRPOTrainer
     from .training.sessions import Session, session_reward
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "DARTSGRPOConfig": "config",
     "DARTSGRPOTrainer": "trainer",
+    "EnvironmentLost": "errors",
     "Session": "training.sessions",
     "VarianceTrackerCallback": "callbacks",
     "record_lengths": "length_recorder",
@@ -25,6 +27,7 @@ _MODULES = {
 __all__ = [
     "DARTSGRPOConfig",
     "DARTSGRPOTrainer",
+    "EnvironmentLost",
     "Session",
     "VarianceTrackerCallback",
     "__version__",

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from .config import DARTSGRPOConfig
 from .data_checks import MAX_CHECKED_PROMPTS, FirstBatch, has_images, prompts_of, unsaved_column
 from .engines.sampling import user_seed
-from .errors import ConfigurationError
+from .errors import ConfigurationError, did_you_mean
 from .policy.siblings import SiblingCheck
 from .scheduling import RolloutResult
 from .scheduling.policies import AUTO
@@ -21,6 +21,7 @@ from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 logger = get_logger(__name__)
 
+LIMITS = ("tool_timeout_s", "conversation_timeout_s", "stop_tools")  # of conversations that run each by itself
 ENDED = ", whose conversations end with their rollout"  # tools or environments
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
 GREEDY = 1e-5  # vLLM does not sample below this temperature
@@ -242,6 +243,7 @@ def _check_turns(trainer: Any) -> None:
             f"`schedule` ({args.schedule!r}) chooses among conversations of text, and does not run with `tools` and a "
             "vision-language model, whose tools may answer with images. Set `schedule='grpo'`."
         )
+    _check_limits(trainer)
     if trainer.accelerator.num_processes == 1 or not (trainer.tools or trainer.environment_factories):
         return
     cause = None
@@ -255,6 +257,22 @@ def _check_turns(trainer: Any) -> None:
         raise ConfigurationError(
             f"Tools and environments do not run with {cause} on {trainer.accelerator.num_processes} processes: tool "
             "loops differ in length, and each of their turns would be a collective. Use `vllm_mode='server'`."
+        )
+
+
+def _check_limits(trainer: Any) -> None:
+    """Raises for limits of conversations that would have no effect."""
+    args, names = trainer.args, [tool.__name__ for tool in trainer.tools or []]
+    if unknown := [name for name in args.stop_tools or [] if name not in names]:
+        raise ConfigurationError(
+            f"`stop_tools` ({unknown[0]!r}) must be names of `tools`, or of methods of environments: {names}."
+            f"{did_you_mean(unknown[0], names) or ' Correct it.'}"
+        )
+    limits = [name for name in LIMITS if getattr(args, name) is not None]
+    if limits and (trainer._is_vlm or not names):
+        cause = "with a vision-language model, whose tool loop is TRL's" if names else "without tools"
+        raise ConfigurationError(
+            f"`{limits[0]}` ({getattr(args, limits[0])!r}) has no effect {cause}. Leave it unset."
         )
 
 

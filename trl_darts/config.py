@@ -112,6 +112,10 @@ TRAINING_CONFLICTS = (
              "does not run with {drop_uniform_groups}: which groups are trained on is only known once rewards are"),
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
              "does not run with {rollout_ahead}: the model trains while candidates decode"),
+    # Tools
+    Conflict("tool_timeout_s conversation_timeout_s stop_tools", lambda s: not s.uses_servers,
+             "only has an effect with vLLM servers, where conversations run each by itself",
+             "Leave it unset, or set `use_vllm=True` and `vllm_mode='server'`."),
     # Answers of earlier epochs
     Conflict("reuse_answers", lambda s: not s.uses_servers,
              "needs vLLM servers, which verify earlier answers", "Set `use_vllm=True` and `vllm_mode='server'`."),
@@ -247,6 +251,17 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "Deadline of one call of a tool in seconds, where conversations run each by itself. The answer is then an "
         "error, as of a tool that raises. A function in a thread can't be stopped: it goes on, and its answer is "
         "ignored.",
+    )
+    conversation_timeout_s: Annotated[float | None, POSITIVE] = setting(
+        None,
+        "Deadline of a conversation with tools in seconds, where conversations run each by itself. A tool that is "
+        "called then answers with an error, and the conversation ends after the turn that called it.",
+    )
+    stop_tools: Annotated[list[str] | None, Rule(bool, "names, or unset")] = setting(  # noqa: RUF009  (no default)
+        None,
+        "Names of tools that end a conversation: once one has answered without an error, no further turn is decoded. "
+        "The call is the end of the completion. For tools that submit an answer, where conversations run each by "
+        "itself.",
     )
 
     # Answers of earlier epochs

@@ -28,6 +28,13 @@ class GenerationTimeoutError(GenerationError, TimeoutError):
     """Raised if an engine does not answer within its deadline."""
 
 
+class EnvironmentLost(TRLDARTSError, RuntimeError):
+    """
+    Raise it in a method of an environment that can't go on, for example because its container is gone. The model is
+    then not told an error, as with other exceptions: its conversation begins again, in a new environment.
+    """
+
+
 class WeightsLostError(GenerationError):
     """Raised if no server has a rollout's weights any more, and the trainer has newer ones."""
 

@@ -55,6 +55,7 @@ HOOKS = {
         "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
         # Older versions pass the other arguments on to another method.
         "_get_per_token_logps_and_entropies": ("model",),
+        "_get_tool_suffix_ids": ("tool_messages",),
         "_get_train_sampler": ("dataset",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
         "_load_rng_state": ("checkpoint",),

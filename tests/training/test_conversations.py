@@ -202,3 +202,36 @@ def test_a_tool_that_hangs_has_answered_with_an_error(trainer, monkeypatch, kind
     answers = [m["content"] for own in completions for m in own if m["role"] == "tool" and m["name"] == "multiply"]
     assert answers == ["{'error': 'no answer within `tool_timeout_s` (0.1 s)'}"] * len(answers)
     assert failures >= len(answers) > 3
+
+
+def test_a_stop_tool_ends_conversations_with_its_call(trainer, monkeypatch):
+    """As where its answer does not fit: the model's last turn is the end, which has all of the loss."""
+    monkeypatch.setattr(trainer.args, "stop_tools", ["multiply"])
+    script = Scripted(trainer.processing_class)
+    rows = first_turns(trainer, script, 24)
+    first = copy.deepcopy(rows)
+    masks, completions, ids, logprobs, *_ = Conversations(trainer, LOOP, script).run(*rows)
+    num_stopped = 0
+    for i, messages in enumerate(completions):
+        said = [[call["function"]["name"] for call in message.get("tool_calls") or []] for message in messages]
+        stops = ["multiply" in names for names in said]
+        if any(stops) and not any(message.get("content", "").startswith("{'error'") for message in messages):
+            num_stopped += 1
+            assert stops.index(True) == len(messages) - 1
+            assert masks[i][-1] == 1
+        if stops[0] and len(messages) == 1:
+            assert ids[i] == first[2][i]
+            assert logprobs[i] == first[4][i]
+    assert num_stopped > 3
+
+
+def test_the_deadline_of_conversations(trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "conversation_timeout_s", 0.2)
+    over = threading.Event()
+    script = Scripted(trainer.processing_class)
+    rows = first_turns(trainer, script, 24, multiply=lambda **arguments: over.wait(60))
+    begin = time.monotonic()
+    _, completions, *_ = Conversations(trainer, LOOP, script).run(*rows)
+    over.set()
+    assert time.monotonic() - begin < 10
+    assert not any(m["role"] == "tool" and m["name"] == "multiply" for own in completions for m in own)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError
-from trl_darts.training.environments import Environments, bound_to
+from trl_darts.training.environments import Environments, Instance, bound_to
 
 
 class Game:
@@ -47,16 +47,26 @@ def batch(names, told=" go", factory=Game, message=None):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), st.lists(st.integers(0, 5), max_size=12), st.data())
 def test_one_owner(names, spare, data):
-    """Also over batches, of which the second has no instance on which a conversation of the first still acts."""
+    """
+    Also where instances are lost, and over batches, of which the second has no instance on which a conversation of the
+    first still acts.
+    """
     trainer, environments = batch(names)
     rows = [row % len(names) for row in spare]
+    lost = [row for row in range(len(names)) if data.draw(st.booleans())]
+    for row in lost:
+        environments.retire(row, trainer.environments[row])
+    rows += lost
     with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(environments.take, rows))
-    everybody = [*trainer.environments, *taken]
+    own = [instance for row, instance in enumerate(trainer.environments) if row not in lost]
+    assert not {id(trainer.environments[row]) for row in lost} & {id(instance) for instance in taken}
+    everybody = [*own, *taken]
     assert len({id(own) for own in everybody}) == len(everybody)
     assert [own.name for own in taken] == [names[row] for row in rows]
     gone = [data.draw(st.booleans()) for _ in everybody]
-    for row, instance, is_gone in zip([*range(len(names)), *rows], everybody, gone, strict=True):
+    kept = [row for row in range(len(names)) if row not in lost]
+    for row, instance, is_gone in zip([*kept, *rows], everybody, gone, strict=True):
         if is_gone:
             environments.retire(row, instance)
     left = {id(own) for pool in trainer._environment_pool.values() for own in pool}
@@ -109,6 +119,23 @@ def test_tools_of_another_instance():
     tools = bound_to({"play": own.play, "len": len}, own, other)
     assert tools["play"]() is other
     assert tools["len"] is len
+
+
+def test_what_is_taken_after_a_loss():
+    """The instance is not passed over that came after the lost one in the pool."""
+    trainer, environments = batch([None, None])
+    trainer._environment_pool[None].append(spare := Game())
+    environments.retire(0, trainer.environments[0])
+    environments.retire(0, trainer.environments[0])  # again, which changes nothing
+    assert environments.take(0) is spare
+    assert trainer._environment_pool[None] == [trainer.environments[1], spare]
+
+
+def test_has_its_own_methods():
+    own, other = Instance(Game()), Game()
+    assert own.has(own.environment.play)
+    assert not own.has(other.play)
+    assert not own.has(len)
 
 
 def test_threads_of_a_slow_factory():

@@ -46,6 +46,7 @@ class ConversationSource(LoaderSource):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._played: dict[int, Played] = {}  # by candidate, of the last rollout, on the main process
+        self._num_lost = 0  # environments of the last rollout
         self._metrics: dict[str, float] = {}
 
     def run(
@@ -58,7 +59,7 @@ class ConversationSource(LoaderSource):
         def play(turns: Any) -> RolloutResult:
             run: CandidateRun = trainer._candidates(parse, turns, batch, messages)
             result = run.run(plan.scheduler, plan.groups, on_progress)
-            self._played = run.played
+            self._played, self._num_lost = run.played, run.num_lost
             return result
 
         num_candidates = 0 if plan is None else sum(group.num_candidates for group in plan.groups)
@@ -80,7 +81,8 @@ class ConversationSource(LoaderSource):
 
     def _of_turns(self, kept: Sequence[Played], ended: Sequence[Played]) -> dict[str, float]:
         """Returns metrics of rows, and of all conversations that ended."""
-        return {
+        of_environments = {"darts/tools/lost_environments": float(self._num_lost)} if self.trainer.environments else {}
+        return of_environments | {
             "darts/tools/turns": mean(own.num_turns - 1 for own in kept),
             "darts/tools/seconds": mean(own.acting_s for own in kept),
             "darts/tools/kept_vs_pool_turns_ratio": mean(o.num_turns for o in kept) / mean(o.num_turns for o in ended),

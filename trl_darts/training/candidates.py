@@ -14,6 +14,7 @@ holds no slot of a server.
 import copy
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -21,10 +22,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from ..errors import ConfigurationError, GenerationError
+from ..errors import ConfigurationError, EnvironmentLost, GenerationError
 from ..scheduling import (
     Abort,
     CandidateEnded,
+    CandidateErred,
     CandidateFailed,
     Command,
     EngineLoad,
@@ -37,12 +39,14 @@ from ..scheduling import (
 )
 from ..scheduling.ledger import Ledger
 from .conversations import POLL_S, Outcome, Over, OwnTurns, Turn, Turns, Views
-from .environments import Environments
+from .environments import Environments, Instance
 from .rows import Tokens
 
 
 # Conversations at once, each of which has a thread. Others wait until one has ended.
 MOST = 2048
+# A candidate that loses more environments in a row is seen as the cause.
+MAX_LOSSES = 3
 
 Loop = Callable[..., Outcome]  # TRL's `_tool_call_loop`, which takes the trainer first
 Parse = Callable[[Any, Any, Any, Any], Any]  # of prompts, completions, a tokenizer and the tokens of the prompts
@@ -81,9 +85,9 @@ class _Player:
     candidate_id: int
     segment: int
     row: int
-    is_spare: bool  # beyond the rows of its group
+    is_first: bool  # in the environment that TRL has reset for the row
     thread: threading.Thread = field(init=False)
-    environment: Any = None
+    instance: Instance | None = None
     over: threading.Event = field(default_factory=threading.Event)
     turn: Future[Any] | None = None  # that decodes
     num_tokens: int = 0
@@ -133,13 +137,20 @@ class CandidateRun:
         self._players: dict[int, _Player] = {}  # by candidate
         self._error: Exception | None = None  # of our own, or of the chat template
         self._drops = False  # whether a prompt that can't be answered costs its group alone
+        self._losses: Counter[int] = Counter()  # of environments, by candidate
         self.played: dict[int, Played] = {}  # by candidate
+
+    @property
+    def num_lost(self) -> int:
+        """Number of environments that were lost."""
+        return self._losses.total()
 
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], on_progress: Callable[[Ledger], None] | None = None
     ) -> RolloutResult:
         """Runs the rollout. Raises [`GenerationError`] if the servers fail."""
         self._drops = scheduler.drop_failed_groups
+        scheduler.carries_tokens = False  # a conversation whose environment is lost begins again
         commands = scheduler.start(plans, [EngineLoad("conversations", MOST)], time.perf_counter())
         try:
             self._execute(scheduler, commands)
@@ -174,8 +185,8 @@ class CandidateRun:
                 self._abort(scheduler, command)
             elif isinstance(command, Submit):
                 row = self._prompts.row_of(command.group_id, command.index)
-                is_spare = command.index >= self._prompts.num_generations
-                player = _Player(command.candidate_id, command.segment, row, is_spare)
+                is_first = command.index < self._prompts.num_generations and not self._losses[command.candidate_id]
+                player = _Player(command.candidate_id, command.segment, row, is_first)
                 self._players[player.candidate_id] = player
                 name = "trl_darts-conversation"
                 player.thread = threading.Thread(target=self._run, args=[player], name=name, daemon=True)
@@ -203,8 +214,9 @@ class CandidateRun:
         deadline = time.perf_counter() + POLL_S
         for player in self._players.values():
             player.thread.join(max(0.0, deadline - time.perf_counter()))
-            if player.thread.is_alive() and player.environment is not None:
-                self._environments.retire(player.row, player.environment)
+            instance = player.instance
+            if instance is not None and (player.thread.is_alive() or instance.is_busy or instance.lost):
+                self._environments.retire(player.row, instance.environment)
 
     # In the conversation's thread
 
@@ -212,6 +224,9 @@ class CandidateRun:
         try:
             played = self._play(player)
         except (Over, CancelledError):
+            return
+        except EnvironmentLost as error:
+            self._lose(player, error)
             return
         except Exception as error:
             if isinstance(error, GenerationError) or (self._drops and isinstance(error, ConfigurationError)):
@@ -227,6 +242,18 @@ class CandidateRun:
         key = player.candidate_id, player.segment, player.num_tokens
         self._events.put(CandidateEnded(*key, [], None, reason, now))
 
+    def _lose(self, player: _Player, error: EnvironmentLost) -> None:
+        """Has a conversation begin again, unless it has lost too many environments."""
+        assert self._environments is not None
+        assert player.instance is not None
+        self._environments.retire(player.row, player.instance.environment)
+        self._losses[player.candidate_id] += 1
+        key, now = (player.candidate_id, player.segment), time.perf_counter()
+        if (losses := self._losses[player.candidate_id]) < MAX_LOSSES:
+            self._events.put(CandidateErred(*key, str(error), now))
+        else:
+            self._events.put(CandidateFailed(*key, f"{error} ({losses} environments in a row)", now))
+
     def _play(self, player: _Player) -> Played:
         prompt, messages = self._prompts.rows[player.row], copy.deepcopy(self._messages[player.row])
         row = 0  # whose tools it has: without environments, those of all
@@ -234,22 +261,29 @@ class CandidateRun:
             row = player.row
             self._enter(player, self._environments)
         turns = OwnTurns(partial(self._decode, player), len(prompt), self._most)
-        view = self._views.of(row, turns, player.over, player.environment)
+        view = self._views.of(row, turns, player.over, player.instance)
         first = turns(prompt)
         (completion,) = self._parse([messages], [first[0]], view._tokenizer, [prompt])
         logprobs = None if first[1] is None else [list(first[1])]
         own: Any = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
-        return Played(first, self._loop(view, *own), turns.count, turns.acting_s, player.environment)
+        outcome = self._loop(view, *own)
+        self._check(player)
+        environment = None if player.instance is None else player.instance.environment
+        return Played(first, outcome, turns.count, turns.acting_s, environment)
 
     def _enter(self, player: _Player, environments: Environments) -> None:
-        if not player.is_spare:
-            player.environment = environments.of_row(player.row)
-            return
-        player.environment = environments.take(player.row)
-        if not player.over.is_set():
-            environments.reset(player.row, player.environment)
+        take = environments.of_row if player.is_first else environments.take
+        player.instance = Instance(take(player.row))
+        if not player.is_first and not player.over.is_set():
+            environments.reset(player.row, player.instance.environment)
+
+    def _check(self, player: _Player) -> None:
+        """Raises if a tool of the last turn has lost the environment."""
+        if player.instance is not None and player.instance.lost is not None:
+            raise player.instance.lost
 
     def _decode(self, player: _Player, turn_number: int, tokens: Tokens, most: int) -> Turn:
+        self._check(player)
         player.turn = self._turns.start(player.candidate_id, turn_number, tokens, most)
         if player.over.is_set():  # since before there was a turn to cancel
             player.turn.cancel()

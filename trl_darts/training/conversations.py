@@ -6,17 +6,19 @@ all have answered. Here the same loop runs once for each row, in a thread of its
 this row alone. Nothing else changes: masks, limits, errors of tools and their order are TRL's.
 """
 
-import asyncio
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
-from .environments import bound_to
+from .environments import Instance, bound_to, retire
 from .rows import Tokens
+from .tool_calls import ToolCalls
 
 
 POLL_S = 0.1
@@ -73,28 +75,27 @@ class Views:
 
     Args:
         trainer (`DARTSGRPOTrainer`):
-            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once, and have
-            `tool_timeout_s` to answer.
+            The trainer. Its tools are called in several threads, at most `max_concurrent_tools` at once.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._room = threading.Semaphore(trainer.args.max_concurrent_tools)
-        self._timeout: float | None = trainer.args.tool_timeout_s
         self.lock = threading.RLock()  # of the tokenizer
 
-    def of(self, row: int, decode: Callable[[Tokens], Turn], over: threading.Event, environment: Any = None) -> Any:
+    def of(self, row: int, decode: Callable[[Tokens], Turn], over: threading.Event, instance: Instance | None) -> Any:
         """
-        Returns a copy whose only row is this one, with the turns that `decode` returns until it is `over`, and maybe
-        with another instance of the row's environment.
+        Returns a copy whose only row is this one, with the turns that `decode` returns until it is `over`, and with
+        this instance of the row's environment.
         """
         trainer = self._trainer
         view = copy.copy(trainer)
         tools, awaited = trainer._sync_tool_dicts[row], trainer._async_tool_dicts[row]
-        if environment is not None:
-            tools, awaited = (bound_to(own, trainer.environments[row], environment) for own in (tools, awaited))
-        view._sync_tool_dicts = [{name: self._limited(tool) for name, tool in tools.items()}]
-        view._async_tool_dicts = [{name: self._awaited(tool) for name, tool in awaited.items()}]
+        if instance is not None:
+            owner = trainer.environments[row]
+            tools, awaited = (bound_to(own, owner, instance.environment) for own in (tools, awaited))
+        calls = ToolCalls(trainer.args, self._room, instance)
+        view._sync_tool_dicts, view._async_tool_dicts = [calls.wrapped(tools)], [calls.wrapped_coroutines(awaited)]
         if trainer.environment_factories is not None:
             view._batch_environments = [trainer._batch_environments[row]]
         view.processing_class = view._tokenizer = Serial(trainer.processing_class, self.lock, over)
@@ -105,28 +106,17 @@ class Views:
             tokens, logprobs = decode(prompt_ids[0])
             return [tokens], None if logprobs is None else [logprobs]
 
-        view._generate_single_turn = turn
+        suffix_of = partial(type(view)._get_tool_suffix_ids, weakref.proxy(view))  # no cycle
+
+        def suffix(messages: list[dict[str, Any]]) -> Any:
+            """Has TRL's loop end as where the answers of tools do not fit: after the model's last turn."""
+            tokens: Tokens = (
+                [0] * (trainer.max_completion_length + 1) if calls.end_conversation else suffix_of(messages)
+            )
+            return tokens
+
+        view._generate_single_turn, view._get_tool_suffix_ids = turn, suffix
         return view
-
-    def _limited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**arguments: Any) -> Any:
-            with self._room:
-                return tool(**arguments) if self._timeout is None else _within(self._timeout, tool, arguments)
-
-        return call
-
-    def _awaited(self, tool: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(**arguments: Any) -> Any:
-            limit = asyncio.timeout(self._timeout)
-            try:
-                async with limit:
-                    return await tool(**arguments)
-            except TimeoutError:
-                if limit.expired():
-                    raise _too_late(self._timeout) from None
-                raise
-
-        return call
 
 
 class OwnTurns:
@@ -172,6 +162,7 @@ class Conversations:
         self._turns = turns
         self._views = Views(trainer)
         self._over = threading.Event()
+        self._instances: dict[int, Instance] = {}  # by row
         self.turns: list[OwnTurns] = []  # of each row that calls tools
 
     def run(
@@ -202,6 +193,7 @@ class Conversations:
                 own = {i: pool.submit(self._loop, self._alone(i, len(prompt_ids[i])), *rows[i]) for i in calling}
                 self._wait(list(own.values()))
             outcomes |= {i: future.result() for i, future in own.items()}
+            self._retire()
         return joined([outcomes[i] for i in range(len(prompts))], logprobs is not None)
 
     @contextmanager
@@ -229,28 +221,15 @@ class Conversations:
 
         turns = OwnTurns(decode, num_prompt_tokens, self._trainer.max_completion_length)
         self.turns.append(turns)
-        return self._views.of(row, turns, self._over)
+        if self._trainer.environments:
+            self._instances[row] = Instance(self._trainer.environments[row])
+        return self._views.of(row, turns, self._over, self._instances.get(row))
 
-
-def _within(seconds: float, tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Calls a tool in a thread that is left alone if it takes too long: threads can't be stopped."""
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(tool(**arguments))
-        except BaseException as error:  # raised where the answer is waited for
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="trl_darts-tool", daemon=True).start()
-    wait([answer], seconds)
-    if not answer.done():
-        raise _too_late(seconds)
-    return answer.result()
-
-
-def _too_late(seconds: float | None) -> TimeoutError:
-    return TimeoutError(f"no answer within `tool_timeout_s` ({seconds} s)")
+    def _retire(self) -> None:
+        """Has later batches not use what is lost, or what calls still act on."""
+        for row, instance in self._instances.items():
+            if instance.is_busy or instance.lost:
+                retire(self._trainer, row, instance.environment)
 
 
 def joined(outcomes: Sequence[Outcome], has_logprobs: bool) -> Outcome:

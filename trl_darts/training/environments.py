@@ -8,9 +8,36 @@ that was given up and one of a later batch.
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, EnvironmentLost
+
+
+class Instance:
+    """
+    An environment that one conversation acts on.
+
+    Attributes:
+        lost (`EnvironmentLost` or `None`):
+            Why it can't go on.
+        late (`Future` or `None`):
+            The answer of a call that missed its deadline. The call goes on: threads can't be stopped.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self.environment = environment
+        self.lost: EnvironmentLost | None = None
+        self.late: Future[Any] | None = None
+
+    def has(self, tool: Any) -> bool:
+        """Whether a tool is a method of this environment."""
+        return getattr(tool, "__self__", None) is self.environment
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call that nobody waits for still acts on it."""
+        return self.late is not None and not self.late.done()
 
 
 class Environments:
@@ -63,10 +90,19 @@ class Environments:
             )
 
     def retire(self, row: int, instance: Any) -> None:
-        """Takes an instance out of the pool for good: a conversation that was given up still acts on it."""
-        pool = self._trainer._environment_pool[self._trainer._batch_environments[row]]
+        """Takes an instance out of the pool for good: it is lost, or something that nobody waits for acts on it."""
+        name = self._trainer._batch_environments[row]
         with self._lock:
-            pool[:] = [own for own in pool if own is not instance]
+            self._num_taken[name] -= retire(self._trainer, row, instance)
+
+
+def retire(trainer: Any, row: int, instance: Any) -> bool:
+    """Takes an instance out of TRL's pool. Returns whether it was in there."""
+    pool = trainer._environment_pool[trainer._batch_environments[row]]
+    left = [own for own in pool if own is not instance]
+    is_gone = len(left) < len(pool)
+    pool[:] = left
+    return is_gone
 
 
 def _observed(content: Any, observation: Any) -> Any:
