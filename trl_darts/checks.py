@@ -67,9 +67,8 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
         raise ConfigurationError(
             f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
         )
-    is_here = turns == "tools" or (turns is not None and args.world_size == 1)
-    args.resolve(Facts(no_deferral=f"`{turns}`{ENDED}") if is_here else None)
-    if turns and args.over_provisions and not (is_here and _plays_candidates(args)):
+    args.resolve(Facts(no_deferral=f"`{turns}`{ENDED}") if turns else None)
+    if turns and args.over_provisions and not args.plays_conversations(turns != "tools"):
         reason = f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
         args.resolve(Facts(whole_groups=reason))
         logger.warning(
@@ -78,11 +77,6 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             "`schedule='grpo'`."
         )
     args.check_start()
-
-
-def _plays_candidates(args: Any) -> bool:
-    """Whether candidates with tools are whole conversations."""
-    return bool(args.uses_servers and not args.buffers_prompts and not args.tail_urls)
 
 
 def check_objects(model: Any, callbacks: Any) -> None:

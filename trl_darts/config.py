@@ -429,6 +429,11 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         """Whether vLLM generates in the trainer's processes."""
         return self.use_vllm and self.vllm_mode == "colocate"
 
+    def plays_conversations(self, with_environments: bool) -> bool:
+        """Whether candidates with tools are whole conversations. All environments must be on one process."""
+        is_here = not with_environments or self.world_size == 1
+        return bool(is_here and self.uses_servers and not self.buffers_prompts and not self.tail_urls)
+
     @property
     def corrects_sequences(self) -> bool:
         """Whether TRL weights whole sequences by vLLM's log-probs."""

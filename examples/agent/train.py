@@ -10,6 +10,7 @@ Prints the accuracy on held-out questions before and after, and the seconds of t
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 from task import TOOLS, accuracy_reward, make_dataset
 from transformers import PreTrainedTokenizerFast
@@ -20,8 +21,8 @@ from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 
 
-def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: str) -> DARTSGRPOTrainer:
-    """Returns a trainer of the checkpoint."""
+def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: str, **tools: Any) -> DARTSGRPOTrainer:
+    """Returns a trainer of the checkpoint, with `tools` or an `environment_factory`."""
     args = DARTSGRPOConfig(
         output_dir=output_dir,
         schedule=schedule,
@@ -54,25 +55,34 @@ def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: 
         eval_dataset=make_dataset(128, 0, "test"),
         # `AutoTokenizer` takes Qwen2's class for a Qwen2, with its own idea of words.
         processing_class=PreTrainedTokenizerFast.from_pretrained(CHECKPOINT),
-        tools=TOOLS,
+        **tools,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the options."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="http://0.0.0.0:8000")
     parser.add_argument("--schedule", default="darts", choices=["darts", "grpo"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="outputs/agent")
-    own = parser.parse_args()
-    trainer = make_trainer(own.server, own.schedule, own.steps, own.seed, own.output_dir)
+    return parser
+
+
+def run(own: argparse.Namespace, **tools: Any) -> None:
+    """Trains, and prints the accuracy before and after."""
+    trainer = make_trainer(own.server, own.schedule, own.steps, own.seed, own.output_dir, **tools)
     before = trainer.evaluate()["eval_reward"]
     begin = time.monotonic()
     trainer.train()
     seconds = time.monotonic() - begin
     after = trainer.evaluate()["eval_reward"]
     print(f"Held-out accuracy {before:.2f} before, {after:.2f} after {own.steps} steps in {seconds:.0f} s.")
+
+
+def main() -> None:
+    run(make_parser(__doc__).parse_args(), tools=TOOLS)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def test_an_error_of_a_template_is_raised_as_it_is(trainer, monkeypatch):
     def suffix(*args):
         raise TemplateError
 
-    monkeypatch.setattr(trainer, "_get_tool_suffix_ids", suffix)
+    monkeypatch.setattr(type(trainer), "_get_tool_suffix_ids", suffix)
     with pytest.raises(TemplateError):
         play(trainer, Turns(trainer.processing_class), *prompts_of(trainer, 12))
 

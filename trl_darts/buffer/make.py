@@ -53,20 +53,15 @@ def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
     return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop, make_skips)
 
 
-def plays_candidates(trainer: Any) -> bool:
-    """Whether candidates are conversations from their first turn on, where no buffer keeps prompts."""
-    is_here = trainer.environment_factories is None or trainer.accelerator.num_processes == 1  # all environments
-    has_tools = bool(trainer.tools) and is_here
-    return has_tools and bool(trainer.args.uses_servers) and not trainer._is_vlm
-
-
 def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     """Returns the sources of training and of evaluation. Engines in the trainer's process leave evaluation to TRL."""
     args, batches = trainer.args, trainer._batches
     trainer = weakref.proxy(trainer)  # no cycle: connections and threads end with the trainer
     evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
     if batches is None:
-        return (ConversationSource if plays_candidates(trainer) else LoaderSource)(trainer), evaluation
+        has_tools = bool(trainer.tools) and not trainer._is_vlm  # whose tools may answer with images
+        plays = has_tools and args.plays_conversations(trainer.environment_factories is not None)
+        return (ConversationSource if plays else LoaderSource)(trainer), evaluation
     if args.stream_training:
         return WaveSource(trainer, batches), evaluation
     if args.is_continuous:
