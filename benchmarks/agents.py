@@ -108,6 +108,12 @@ def server_of() -> Iterator[tuple[str, Path]]:
             yield server.base_url, model_dir
 
 
+def take_lockstep(trainer: Any) -> None:
+    """Has a trainer take all conversations through each turn together, as TRL does."""
+    trainer._engine.turns = lambda num_conversations: nullcontext()
+    trainer._sources = LoaderSource(weakref.proxy(trainer)), trainer._sources[1]
+
+
 def tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """A reward with a spread."""
     return [float(len(ids) % 7) for ids in completion_ids]
@@ -135,8 +141,7 @@ def run(shared: Shared, arm: str, seed: int, steps: int, rows: int) -> dict[str,
         args = training_args(url, directory, **fields)
         trainer = make_trainer(model, tokens, args, Dataset.from_list(prompts), tokenizer, tools=[waiter.tool()])
         if arm == "lockstep":
-            trainer._engine.turns = lambda num_conversations: nullcontext()
-            trainer._sources = LoaderSource(weakref.proxy(trainer)), trainer._sources[1]
+            take_lockstep(trainer)
         trainer.add_callback(StepSeconds())
         trainer.train()
         trainer.vllm_generation.engine.close()

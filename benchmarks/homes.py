@@ -7,16 +7,19 @@ Two real servers, 64 conversations with up to eight turns of some hundred tokens
 Stored is the share of prompt tokens that the servers had in their caches, over a rollout.
 """
 
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks import agent_audit, parts
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.vllm_server import VLLMServer, start_vllm_server
-from trl_darts.engines import turns
+from trl_darts.engines import turns, vllm_api
 from trl_darts.scheduling.placement import Homes
 from trl_darts.scheduling.policies import LeastLoaded
 
@@ -30,7 +33,7 @@ def pair() -> Iterator[tuple[list[VLLMServer], Path]]:
     """Yields two servers, and the model's directory."""
     with TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = agent_audit.make_model(Path(directory) / "caller")
-        options = {"max_model_len": 4096, "max_num_seqs": 64, "block_size": 32}
+        options = {"max_model_len": 4096, "max_num_seqs": 64, "block_size": 32, "enable_prompt_tokens_details": True}
         yield [stack.enter_context(start_vllm_server(model_dir, **options)) for _ in range(2)], model_dir
 
 
@@ -41,6 +44,58 @@ class NoHomes(LeastLoaded):
         super().__init__()
 
 
+class ByTurn:
+    """Tokens of prompts, and those of them that were found in a cache, by turn."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[int] = Counter()
+        self.found: Counter[int] = Counter()
+        self._turns: dict[str, int] = {}  # by request, without its segment
+
+    @contextmanager
+    def of(self, engine: Any) -> Iterator[None]:
+        """Has the servers say what they found, and notes it."""
+        open_turns = engine.open_turns
+        read, stream_of = vllm_api._server_sent_events, vllm_api.CompletionRequest.stream
+
+        def opened(num_conversations: int, *args: Any) -> Any:
+            run, future = open_turns(num_conversations, *args)
+            add = run.scheduler.add
+
+            def added(plans: Any, now: float) -> Any:
+                commands = add(plans, now)
+                if plans:  # none at the start
+                    candidate = run.scheduler.ledger.candidates[-1]
+                    self._turns[f"{run.run_id}-{candidate.candidate_id}"] = candidate.group_id // num_conversations
+                return commands
+
+            run.scheduler.add = added
+            return run, future
+
+        async def observed(stream: Any) -> AsyncIterator[bytes]:
+            async for data in read(stream):
+                if b'"usage":{' in data:
+                    self._note(json.loads(data))
+                yield data
+
+        def with_usage(request: Any, interval: int) -> Any:
+            request.body["stream_options"] = {"include_usage": True}
+            return stream_of(request, interval)
+
+        with (
+            patch.object(engine, "open_turns", opened),
+            patch.object(vllm_api, "_server_sent_events", observed),
+            patch.object(vllm_api.CompletionRequest, "stream", with_usage),
+        ):
+            yield
+
+    def _note(self, message: dict[str, Any]) -> None:
+        """Notes the usage of a request, whose ID ends with its run, candidate and segment."""
+        turn, usage = self._turns[message["id"].split("-", 2)[2].rsplit("-", 1)[0]], message["usage"]
+        self.tokens[turn] += usage["prompt_tokens"]
+        self.found[turn] += (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
 def counted(servers: list[VLLMServer]) -> list[float]:
     """Returns the tokens that were looked up in the servers' caches, and those that were found."""
     return [sum(server.metric(name) for server in servers) for name in COUNTERS]
@@ -49,15 +104,17 @@ def counted(servers: list[VLLMServer]) -> list[float]:
 def run(shared: Shared, arm: str, seed: int) -> dict[str, Any]:
     """Trains for two steps."""
     servers, model_dir = shared(pair)
-    before = counted(servers)
+    before, by_turn = counted(servers), ByTurn()
     turns.Homes = Homes if arm == "homes" else NoHomes  # type: ignore[misc, assignment]
     with TemporaryDirectory() as directory:
         urls = [server.base_url for server in servers]
         audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, **FIELDS)
-        audit.trainer.train()
+        with by_turn.of(audit.trainer.vllm_generation.engine):
+            audit.trainer.train()
         audit.trainer.vllm_generation.engine.close()
     queried, hit = (after - own for after, own in zip(counted(servers), before, strict=True))
-    return {"queried": queried, "hit": hit, "turns": audit.counts["turns"], "nothing_lost": audit.nothing_lost}
+    shares = [by_turn.found[turn] / by_turn.tokens[turn] for turn in sorted(by_turn.tokens)]
+    return {"queried": queried, "hit": hit, "turns": audit.counts["turns"], "found_by_turn": shares}
 
 
 BENCHMARK = Benchmark(

@@ -176,10 +176,13 @@ def epochs(results: Path) -> str:
         return ""
     runs = list(lines.values())
     arms = list(dict.fromkeys(run["arm"] for run in runs))
+    steps = " and ".join(
+        f"{count} steps (*{world}*)" for world, count in {r["world"]: r["steps"] for r in runs}.items()
+    )
     text = f"""
-        `python -m benchmarks.epochs`: {runs[0]["steps"]} steps over 128 prompts, four steps a pass, on a real server
-        at [a GPU's pace](#how-it-was-run) {origin(lines)}. Speed-ups are over *grpo*, and the reward is what that has
-        after three quarters of its steps. *New* answers were not among those of the last pass."""
+        `python -m benchmarks.epochs`: {steps} over 128 prompts, four steps a pass, on a real server at [a GPU's
+        pace](#how-it-was-run) {origin(lines)}. Speed-ups are over *grpo*, and the reward is what that has after three
+        quarters of its steps. *New* answers were not among those of the last pass."""
     blocks = [
         cells.compare(f"{world} (seeds)", {"": [run for run in runs if run["world"] == world]}, EPOCHS, arms, "grpo")
         for world in dict.fromkeys(run["world"] for run in runs)
@@ -212,8 +215,35 @@ def agents(results: Path) -> str:
     return section("Conversations with tools", text, table)
 
 
+AGENT_EXAMPLE: cells.Columns = {
+    "seconds to reward 0.7": (lambda own, base: own["to_goal"], cells.mean),
+    "as early as *lockstep*": (lambda own, base: base["to_goal"] / own["to_goal"], cells.ratio),
+    "all seconds": (lambda own, base: own["seconds"], cells.mean),
+    "held-out accuracy before": (lambda own, base: own["before"], cells.mean),
+    "after": (lambda own, base: own["after"], cells.mean),
+}
+
+
+def agent_example(results: Path) -> str:
+    """The agent of `examples/agent`."""
+    lines = last(results, "agent_example", "seed", "arm")
+    if not lines:
+        return ""
+    runs = list(lines.values())
+    text = f"""
+        `python -m benchmarks.agent_example`: {runs[0]["steps"]} steps of `examples/agent` {origin(lines)}, 8 questions
+        × 8 conversations, on a real server without a pace. Its tools take milliseconds, and trainer and server share
+        the cores."""
+    table = cells.compare("arm (seeds)", {"": runs}, AGENT_EXAMPLE, ["lockstep", "grpo", "default"], "lockstep")
+    return section("The example's agent", text, table)
+
+
 HOMES: cells.Columns = {
     "prompt tokens found in a cache": (lambda own, base: own["hit"] / own["queried"], cells.mean),
+    **{
+        f"turn {turn}": (lambda own, base, turn=turn: own["found_by_turn"][turn], cells.mean)
+        for turn in (0, 1, 2, 4, 7)
+    },
     "turns": (lambda own, base: own["turns"], cells.mean),
 }
 

@@ -24,6 +24,7 @@ PARTS: tuple[Callable[[Path], str], ...] = (
     parts.peers_smollm2,
     parts.waves,
     parts.agents,
+    parts.agent_example,
     parts.homes,
     parts.epochs,
     parts.gpu,

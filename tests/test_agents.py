@@ -12,6 +12,7 @@ from tests.test_trainer_server import server_args
 from tests.trl_parity.common import chats
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages
 from trl_darts import DARTSGRPOTrainer, EnvironmentLost
+from trl_darts.engines.turns import TurnRun
 from trl_darts.errors import ConfigurationError, GenerationError
 
 
@@ -94,10 +95,11 @@ class Calculator:
     """An environment with the tool. It counts its calls, and one of its kind may hang."""
 
     hang = None
+    observation = " now"
 
     def reset(self, **kwargs):
         self.calls = []
-        return " now"
+        return self.observation
 
     def multiply(self, a: int, b: int) -> int:
         """
@@ -115,14 +117,23 @@ class Calculator:
         return a * b
 
 
-@pytest.mark.parametrize("fields", [{}, {"schedule": "grpo"}], ids=str)
+NOW = {"type": "text", "text": " now"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "observation"),
+    [({}, " now"), ({}, [NOW]), ({"schedule": "grpo"}, " now")],
+    ids=["default", "observation in parts", "grpo"],
+)
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
-def test_environments(server, model_dir, tmp_path, caplog, fields):
-    """Rewards see that of each row's own conversation, also of a spare one."""
+def test_environments(server, model_dir, tmp_path, monkeypatch, caplog, fields, observation):
+    """Rewards see that of each row's own conversation, also of a spare one, which is told what TRL tells its row."""
+    monkeypatch.setattr(Calculator, "observation", observation)
     seen = []
 
     def reward(prompts, completions, environments, **kwargs):
-        assert all(prompt[-1]["content"].endswith(" now") for prompt in prompts)
+        contents = [prompt[-1]["content"] for prompt in prompts]
+        assert all(content[-1] == NOW if observation == [NOW] else content.endswith(" now") for content in contents)
         assert len(set(map(id, environments))) == len(completions) == 16
         for messages, environment in zip(completions, environments, strict=True):
             answers = [message["content"] for message in messages if message["role"] == "tool"]
@@ -203,6 +214,16 @@ def test_an_environment_that_is_always_lost_ends_the_training(server, model_dir,
     with pytest.raises(GenerationError, match=r"the container is gone \(3 environments in a row\)"):
         trainer.train()
     assert not any(thread.name.startswith("trl_darts-conversation") for thread in threading.enumerate())
+
+
+def test_an_error_before_the_first_turn_is_raised(server, model_dir, tmp_path, monkeypatch):
+    async def begin(self, plans):
+        raise RuntimeError("the turns can't begin")
+
+    monkeypatch.setattr(TurnRun, "_begin", begin)
+    trainer, _ = agent(server, model_dir, tmp_path)
+    with pytest.raises(RuntimeError, match="the turns can't begin"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

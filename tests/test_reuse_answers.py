@@ -106,7 +106,7 @@ def test_a_resumed_run_reuses_the_answers_of_its_checkpoint(server, model_dir, t
 
 
 def test_a_policy_that_is_less_like_the_old_one_than_pays(server, model_dir, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("trl_darts.engines.prefixes.LEAST_REUSED", 1.1)
+    monkeypatch.setattr("trl_darts.engines.reuse_tally.LEAST_REUSED", 1.1)
     args = server_args(tmp_path, server, max_steps=5, **FIELDS)
     trainer, _ = trained(model_dir, args)
     assert logged(trainer, "darts/reuse/answers") == [0.0, 256.0, 0.0, 0.0, 0.0]
@@ -119,7 +119,7 @@ def test_an_evaluation_is_sampled_anew(server, model_dir, tmp_path):
     before = trainer._reuse.store.num_tokens
     trainer.evaluate(PROMPTS)
     assert trainer._reuse.store.num_tokens == before
-    assert trainer._reuse.pop_metrics()["darts/reuse/answers"] == 0
+    assert trainer._reuse.tally.pop_metrics()["darts/reuse/answers"] == 0
 
 
 @pytest.mark.parametrize(

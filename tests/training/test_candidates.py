@@ -7,7 +7,7 @@ import copy
 import random
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import pytest
 from trl import GRPOTrainer
@@ -236,6 +236,23 @@ def test_an_error_of_a_template_is_raised_as_it_is(trainer, monkeypatch):
     monkeypatch.setattr(type(trainer), "_get_tool_suffix_ids", suffix)
     with pytest.raises(TemplateError):
         play(trainer, Turns(trainer.processing_class), *prompts_of(trainer, 12))
+
+
+def test_a_turn_that_nobody_here_has_cancelled_is_an_error(trainer):
+    """Otherwise the rollout would wait for it for ever."""
+    turns = Turns(trainer.processing_class)
+
+    def start(conversation, turn, prompt, most):
+        future = Turns.start(turns, conversation, turn, prompt, most)
+        if conversation == 3:
+            future = Future()
+            future.cancel()
+        return future
+
+    cancelling = type("", (), {"start": staticmethod(start), "tend": staticmethod(turns.tend)})
+    with pytest.raises(CancelledError):
+        play(trainer, cancelling, *prompts_of(trainer, 3))
+    threads_have_ended()
 
 
 def test_an_interruption_ends_all(trainer):

@@ -154,7 +154,7 @@ class RolloutSource(TRLSource, Generic[R]):
         micro_step = trainer._step % trainer.args.gradient_accumulation_steps
         trainer._log_all(trainer._rollout_log.add(record, trainer.state.global_step, micro_step))
         if trainer._reuse is not None:
-            trainer._log_all(trainer._reuse.pop_metrics())
+            trainer._log_all(trainer._reuse.tally.pop_metrics())
 
     def later_turn(self, prompts: Prompts) -> KeptRows | None:
         self.trainer._sync_weights()

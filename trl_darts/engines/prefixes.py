@@ -11,7 +11,7 @@ last epoch's rows ──▶ AnswerStore ──▶ verified by the servers in one
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -24,13 +24,11 @@ from ..scheduling import Candidate, FinishReason, GroupPlan, PartialCandidate, R
 from .answers import TOP, Answer, AnswerStore, TopTokens
 from .failures import FAILURES, describe
 from .pool import Member, State
+from .reuse_tally import ReuseTally
 from .vllm_api import ServerPrompt, top_of
 
 
 MAX_AT_ONCE = 8  # verifications on one server: it computes the logits of all of their tokens
-LEAST_REUSED = 0.1  # share of the verified tokens that must be kept for verification to pay
-SHARE_EMA = 0.8  # of that share, per rollout
-PAUSE = 16  # rollouts after it did not pay
 POLL_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ def make_prefixes(trainer: Any) -> "VerifiedPrefixes | None":
 class VerifiedPrefixes:
     """
     Keeps the rows of rollouts, and begins the next ones to the same prompts with what the current policy keeps.
-    Lives in the engine's event loop, except for `pop_metrics` and checkpoints, which are between rollouts.
+    Lives in the engine's event loop, except for metrics and checkpoints, which are between rollouts.
 
     Args:
         store (`AnswerStore`):
@@ -94,16 +92,13 @@ class VerifiedPrefixes:
         self.num_rollouts = 0
         self._seed = seed
         self._tops: dict[tuple[int, int], TopTokens] = defaultdict(TopTokens)  # of the rollout, by group and index
-        self._reused_share = 1.0
-        self._pause = 0  # rollouts
-        self._counts: Counter[str] = Counter()
-        self._seconds = self._unknown = 0.0
+        self.tally = ReuseTally()
         self._problems: list[str] = []  # of the rollout
 
     def clear(self) -> None:
         """Begins a training without earlier answers."""
         self.store.clear()
-        self._pause, self._reused_share = 0, 1.0
+        self.tally.forget()
 
     async def resume(
         self,
@@ -115,31 +110,19 @@ class VerifiedPrefixes:
         """Returns the plans of a rollout with what is kept of earlier answers: nothing where a server fails."""
         self._tops.clear()
         self.num_rollouts += 1
-        if self._pause:
-            self._pause -= 1
+        if not self.tally.begin():
             return list(plans)
-        begin, before = time.perf_counter(), self._counts.copy()
+        begin = time.perf_counter()
         places = cycle(targets)
         resumed = await asyncio.gather(
             *(self._resumed(plan, prompts[plan.group_id], places, timeout_s) for plan in plans if targets)
         )
-        self._seconds += time.perf_counter() - begin
+        self.tally.end(time.perf_counter() - begin)
         if self._problems:
             count, first = len(self._problems), self._problems[0]
             logger.warning("%d earlier answers could not be verified, and are sampled anew: %s", count, first)
             self._problems = []
-        self._judge(self._counts - before)
         return resumed or list(plans)
-
-    def _judge(self, counts: Mapping[str, int]) -> None:
-        """Pauses if too little was kept."""
-        if not counts["verified"]:
-            return
-        self._reused_share = SHARE_EMA * self._reused_share + (1 - SHARE_EMA) * counts["reused"] / counts["verified"]
-        if self._reused_share < LEAST_REUSED:
-            share = f"{self._reused_share:.0%} of the tokens of earlier answers were kept"
-            logger.warning("%s: less than it costs. `reuse_answers` pauses for %d rollouts.", share, PAUSE)
-            self._pause, self._reused_share = PAUSE, 1.0
 
     async def _resumed(
         self, plan: GroupPlan, prompts: Sequence[ServerPrompt], targets: Iterator[Target], timeout_s: float
@@ -182,18 +165,18 @@ class VerifiedPrefixes:
         tokens = answer.tokens[: len(new)].tolist()
         logprobs = [own[token] for token, own in zip(tokens, new, strict=True)]
         count = num_accepted(answer.logprobs[: len(new)], logprobs, rng)
-        self._counts["verified"] += len(tokens)
-        self._counts["reused"] += count
-        self._counts["answers"] += 1
-        self._counts["whole"] += count == len(answer)
+        self.tally.counts["verified"] += len(tokens)
+        self.tally.counts["reused"] += count
+        self.tally.counts["answers"] += 1
+        self.tally.counts["whole"] += count == len(answer)
         kept, kept_logprobs = tokens[:count], logprobs[:count]
         if count < len(tokens):
             old = answer.top(count)
             if old:
                 old[tokens[count]] = float(answer.logprobs[count])
             token, unknown = draw_residual(old, new[count], rng)
-            self._counts["rejected"] += 1
-            self._unknown += unknown
+            self.tally.counts["rejected"] += 1
+            self.tally.unknown += unknown
             if token is not None:
                 kept, kept_logprobs = [*kept, token], [*kept_logprobs, new[count][token]]
         self._tops[place].continue_at(0)
@@ -221,19 +204,6 @@ class VerifiedPrefixes:
             if answers:
                 self.store.put(group.plan.prompt_key, answers)
         self._tops.clear()
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Returns what was reused since the last call, see docs/metrics.md."""
-        counts, self._counts = self._counts, Counter()
-        seconds, unknown = self._seconds, self._unknown
-        self._seconds = self._unknown = 0.0
-        metrics = {"darts/reuse/seconds": seconds, "darts/reuse/answers": float(counts["answers"])}
-        if counts["verified"]:
-            metrics["darts/reuse/reused_ratio"] = counts["reused"] / counts["verified"]
-            metrics["darts/reuse/whole_ratio"] = counts["whole"] / counts["answers"]
-        if counts["rejected"]:
-            metrics["darts/reuse/unknown_ratio"] = unknown / counts["rejected"]
-        return metrics
 
 
 def _answer(row: Candidate, tops: TopTokens) -> Answer:

@@ -59,6 +59,8 @@ class TurnRun(RolloutRun):
                 self._execute(self.scheduler.add([plan], time.perf_counter()))
                 await self._ended[group_id]
             if self.finished.done():
+                if isinstance(self.error, Exception):  # otherwise it is cancelled, or its scheduler has ended it
+                    raise self.error
                 self.finished.result()
                 self.scheduler.result()  # raises why the run is over
             return self.scheduler.take([group_id], time.perf_counter()).groups[0].rows[0]

@@ -114,6 +114,7 @@ class RolloutRun:
         self.turns: asyncio.Task[None] | None = None
         self.tokens = Waiting(deadlines.first_token_s)  # for the next tokens
         self.rollout: Waiting | None = Waiting(deadlines.rollout_s)  # `None` while nobody waits for it
+        self.error: BaseException | None = None  # that ended it
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
@@ -125,7 +126,8 @@ class RolloutRun:
             await self._begin(plans)
             if not self.is_over:
                 await self.finished
-        except BaseException:
+        except BaseException as error:
+            self.error = error
             await self._end_requests()
             raise
         finally:

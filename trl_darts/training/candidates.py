@@ -223,12 +223,14 @@ class CandidateRun:
     def _run(self, player: _Player) -> None:
         try:
             played = self._play(player)
-        except (Over, CancelledError):
+        except Over:
             return
         except EnvironmentLost as error:
             self._lose(player, error)
             return
         except Exception as error:
+            if isinstance(error, CancelledError) and player.over.is_set():
+                return
             if isinstance(error, GenerationError) or (self._drops and isinstance(error, ConfigurationError)):
                 now = time.perf_counter()
                 self._events.put(CandidateFailed(player.candidate_id, player.segment, str(error), now))
