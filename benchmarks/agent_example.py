@@ -2,7 +2,7 @@
 The agent of `examples/agent`: reward against seconds with TRL's loop, with each conversation by itself, and with spare
 candidates.
 
-    python -m benchmarks.agent_example [--arms lockstep,grpo,default] [--seeds 0,1,2,3,4] [--steps 40]
+    python -m benchmarks.agent_example [--arms lockstep,grpo,default] [--seeds 0,1,2,3,4] [--steps 20]
 
 Model, tools, data and settings are the example's, on a real vLLM server without a pace. Its tools take milliseconds,
 so that this is a case in which running conversations apart saves little. The arms are those of `agents.py`.
@@ -46,7 +46,7 @@ def seconds_to_goal(rewards: list[float], seconds: list[float]) -> float:
 
 def run(shared: Shared, seed: int, arm: str, steps: int) -> dict[str, Any]:
     """Trains an arm."""
-    with TemporaryDirectory() as directory, start_vllm_server(CHECKPOINT) as server:
+    with TemporaryDirectory() as directory, start_vllm_server(CHECKPOINT, max_model_len=512) as server:
         trainer = make_trainer(server.base_url, SCHEDULES[arm], steps, seed, directory, tools=TOOLS)
         trainer.remove_callback(PrinterCallback)
         if arm == "lockstep":
@@ -73,7 +73,7 @@ BENCHMARK = Benchmark(
     {"seed": range(5), "arm": list(SCHEDULES)},
     run,
     parts.agent_example,
-    options={"steps": 40},
+    options={"steps": 20},
     quick={"steps": 6},
     facts=lambda run: {"steps": run["steps"]},
 )

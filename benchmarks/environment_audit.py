@@ -1,5 +1,6 @@
 """Conversations in environments, some of which are killed or hang while servers are, for `faults.py`."""
 
+import gc
 import random
 import subprocess
 import sys
@@ -145,9 +146,10 @@ class EnvironmentAudit(AgentAudit):
     def nothing_lost(self) -> bool:
         self._killer.join(60)
         counts, trainer = self.counts, self.trainer
-        pool = [own for pool in trainer._environment_pool.values() for own in pool]
+        pools = [*trainer._environment_pool.values(), trainer.environments, [tool.__self__ for tool in trainer.tools]]
         time.sleep(HANG_S + 2)  # what hangs is over then
-        used = {own.process for own in pool if hasattr(own, "process")}
+        gc.collect()
+        used = {own.process for pool in pools for own in pool if hasattr(own, "process")}
         alive = [own for own in self._sandboxes.processes if own.poll() is None]
         counts["processes left"] = sum(own not in used for own in alive)
         return not (counts["processes left"] or counts["wrong"]) and self.is_complete
