@@ -45,6 +45,7 @@ from benchmarks.speedups import (
     speed_of,
     step_with_equal_syncs,
     time_to_reward,
+    to_reward,
     training,
 )
 
@@ -176,6 +177,14 @@ def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callab
     return Number("peers.jsonl", values, form)
 
 
+def _epochs(value: Callable[[Run, Run], float], form: Callable[..., str] = ratio) -> Number:
+    def values() -> list[float]:
+        found = {(run["arm"], run["seed"]): run for run in lines_of("epochs.jsonl") if run["world"] == "tail"}
+        return [value(run, found["grpo", seed]) for (arm, seed), run in found.items() if arm == "reuse"]
+
+    return Number("epochs.jsonl", values, form)
+
+
 def _as_early(own: Run, base: Run) -> float:
     return float(base["seconds_to_target"] / own["seconds_to_target"])
 
@@ -220,6 +229,12 @@ NUMBERS: dict[str, Number] = {
     },
     "cores.passes.first": _cores("async-4", lambda own: own["by_step"]["passes"][0]),
     "cores.passes.last": _cores("async-4", lambda own: own["by_step"]["passes"][-1]),
+    "epochs.reuse": _epochs(to_reward),
+    "epochs.reuse.rollouts": _epochs(lambda own, base: base["rollouts"] / own["rollouts"]),
+    "epochs.reuse.decoded": _epochs(lambda own, base: own["decoded"] / base["decoded"]),
+    "epochs.reuse.reward": _epochs(lambda own, base: own["reward"] - base["reward"], mean),
+    "epochs.reuse.new": _epochs(lambda own, base: own["new"], mean),
+    "epochs.grpo.new": _epochs(lambda own, base: base["new"], mean),
     "learning.default": _learning("published", "default"),
     "learning.unguarded": _learning("published", "unguarded"),
     "learning.paper": _learning("published", "paper"),

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import cells
 from benchmarks.lines import latest, read
+from benchmarks.speedups import to_reward
 
 
 Line = Mapping[str, Any]
@@ -147,19 +148,8 @@ def waves(results: Path) -> str:
     return section("Training while the tail decodes", text, *blocks)
 
 
-def _to_reward(own: Any, base: Any) -> float:
-    """How many times as early an arm has the reward that the baseline has after three quarters of its steps."""
-    target = base["by_step"]["reward"][3 * len(base["by_step"]["reward"]) // 4 - 1]
-    first = [
-        next((now for now, reward in zip(run["by_step"]["now"], run["by_step"]["reward"], strict=True)
-              if reward >= target), math.nan)
-        for run in (base, own)
-    ]  # fmt: skip
-    return first[0] / first[1]
-
-
 EPOCHS: cells.Columns = {
-    "to GRPO's reward": (_to_reward, cells.ratio),
+    "to GRPO's reward": (to_reward, cells.ratio),
     "rollouts": (lambda own, base: base["rollouts"] / own["rollouts"], cells.ratio),
     "decoded tokens": (lambda own, base: own["decoded"] / base["decoded"], cells.ratio),
     "reward at the end": (lambda own, base: own["reward"], cells.mean),

@@ -179,3 +179,15 @@ def simulated(part: str, key: str, **fields: Any) -> list[float]:
     if not own:
         raise ValueError(f"`fields` ({fields}) must be those of a line of simulator.jsonl. Run the part {part!r}.")
     return list(own[()]["speedups"][key])
+
+
+def to_reward(own: Run, base: Run) -> float:
+    """How many times as early an arm has the reward that the baseline has after three quarters of its steps."""
+    rewards = base["by_step"]["reward"]
+    target = rewards[3 * len(rewards) // 4 - 1]
+
+    def seconds(run: Run) -> float:
+        steps = zip(run["by_step"]["now"], run["by_step"]["reward"], strict=True)
+        return next((now for now, reward in steps if reward >= target), math.nan)
+
+    return float(seconds(base) / seconds(own))

@@ -86,9 +86,9 @@ def test_a_stop_tool_ends_the_conversation_unless_it_fails(kind):
     other(command="ls")
     with pytest.raises(EnvironmentLost):
         run(command="exit")
-    assert not own.end_conversation
+    assert not own.is_over
     run(command="ls")
-    assert own.end_conversation
+    assert own.is_over
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -97,7 +97,7 @@ def test_the_deadline_of_a_conversation_bounds_its_calls(kind):
     own = calls(conversation_timeout_s=0.2, tool_timeout_s=60.0)
     run = both(own, shell)[kind]
     assert run(command="ls") == "ran ls"
-    assert not own.end_conversation
+    assert not own.is_over
     begin = time.monotonic()
     if kind == 0:
         with pytest.raises(TimeoutError, match=r"`conversation_timeout_s` \(0.2 s\)"):
@@ -105,7 +105,7 @@ def test_the_deadline_of_a_conversation_bounds_its_calls(kind):
     else:
         time.sleep(0.2)
     assert time.monotonic() - begin < 5
-    assert own.end_conversation
+    assert own.is_over
     num_calls = shell.num_calls
     with pytest.raises(TimeoutError, match="`conversation_timeout_s`"):
         run(command="ls")

@@ -111,7 +111,7 @@ class Views:
         def suffix(messages: list[dict[str, Any]]) -> Any:
             """Has TRL's loop end as where the answers of tools do not fit: after the model's last turn."""
             tokens: Tokens = (
-                [0] * (trainer.max_completion_length + 1) if calls.end_conversation else suffix_of(messages)
+                [0] * (trainer.max_completion_length + 1) if calls.is_over else suffix_of(messages)
             )
             return tokens
 

@@ -30,20 +30,18 @@ class ToolCalls:
     """
 
     def __init__(self, args: Any, room: threading.Semaphore, instance: Instance | None) -> None:
-        self._timeouts: dict[str, float | None] = {
-            "tool_timeout_s": args.tool_timeout_s,
-            "conversation_timeout_s": args.conversation_timeout_s,
-        }
-        self._begin = time.perf_counter()
+        self._args = args
+        self._tool_timeout_s: float = args.tool_timeout_s or math.inf
+        self._end: float = time.perf_counter() + (args.conversation_timeout_s or math.inf)
         self._stop_tools = set(args.stop_tools or ())
         self._has_stopped = False
         self._room = room
         self._instance = instance
 
     @property
-    def end_conversation(self) -> bool:
+    def is_over(self) -> bool:
         """Whether a stop tool has answered, or the conversation's deadline is over."""
-        return self._has_stopped or self._left("conversation_timeout_s") <= 0
+        return self._has_stopped or time.perf_counter() >= self._end
 
     def wrapped(self, tools: dict[str, Tool]) -> dict[str, Tool]:
         """Returns functions with their limits."""
@@ -105,22 +103,16 @@ class ToolCalls:
             raise
         self._has_stopped |= name in self._stop_tools
 
-    def _left(self, limit: str) -> float:
-        """Returns the seconds until the conversation's deadline, or those of any call."""
-        seconds = self._timeouts[limit]
-        if seconds is None:
-            return math.inf
-        return seconds if limit == "tool_timeout_s" else seconds - (time.perf_counter() - self._begin)
-
     def _deadline(self) -> tuple[float, str]:
         """Returns the seconds that a call has, and the name of their setting. Raises if none are left."""
-        seconds, limit = min((self._left(limit), limit) for limit in self._timeouts)
+        left = self._end - time.perf_counter()
+        seconds, limit = min((self._tool_timeout_s, "tool_timeout_s"), (left, "conversation_timeout_s"))
         if seconds <= 0:
             raise self._too_late(limit)
         return seconds, limit
 
     def _too_late(self, limit: str) -> TimeoutError:
-        return TimeoutError(f"no answer within `{limit}` ({self._timeouts[limit]} s)")
+        return TimeoutError(f"no answer within `{limit}` ({getattr(self._args, limit)} s)")
 
 
 def _started(tool: Tool, arguments: dict[str, Any]) -> Future[Any]:
