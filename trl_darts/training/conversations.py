@@ -110,10 +110,9 @@ class Views:
 
         def suffix(messages: list[dict[str, Any]]) -> Any:
             """Has TRL's loop end as where the answers of tools do not fit: after the model's last turn."""
-            tokens: Tokens = (
-                [0] * (trainer.max_completion_length + 1) if calls.is_over else suffix_of(messages)
-            )
-            return tokens
+            if calls.is_over:
+                return [0] * (trainer.max_completion_length + 1)
+            return suffix_of(messages)
 
         view._generate_single_turn, view._get_tool_suffix_ids = turn, suffix
         return view
