@@ -12,6 +12,7 @@ seconds, and the accuracy on 128 held-out questions before and after.
 """
 
 import sys
+from importlib import import_module
 from itertools import accumulate
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -27,12 +28,7 @@ from benchmarks.servers import StepSeconds
 from benchmarks.vllm_server import start_vllm_server
 
 
-sys.path.insert(0, str(ROOT / "examples" / "agent"))
-
-from task import TOOLS
-from train import CHECKPOINT, make_trainer
-
-
+EXAMPLE = ROOT / "examples" / "agent"
 SCHEDULES = {"lockstep": "grpo", "grpo": "grpo", "default": "darts"}
 GOAL, SMOOTH = 0.7, 5  # reward, over steps
 
@@ -46,8 +42,10 @@ def seconds_to_goal(rewards: list[float], seconds: list[float]) -> float:
 
 def run(shared: Shared, seed: int, arm: str, steps: int) -> dict[str, Any]:
     """Trains an arm."""
-    with TemporaryDirectory() as directory, start_vllm_server(CHECKPOINT, max_model_len=512) as server:
-        trainer = make_trainer(server.base_url, SCHEDULES[arm], steps, seed, directory, tools=TOOLS)
+    sys.path.insert(0, str(EXAMPLE))  # here, because other examples have modules of the same names
+    make_trainer, tools = import_module("train").make_trainer, import_module("task").TOOLS
+    with TemporaryDirectory() as directory, start_vllm_server(EXAMPLE / "checkpoint", max_model_len=512) as server:
+        trainer = make_trainer(server.base_url, SCHEDULES[arm], steps, seed, directory, tools=tools)
         trainer.remove_callback(PrinterCallback)
         if arm == "lockstep":
             take_lockstep(trainer)
