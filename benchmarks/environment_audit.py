@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agent_audit import NUM_GENERATIONS, NUM_PROMPTS, AgentAudit, agent_trainer
+from benchmarks.agent_audit import AgentAudit, agent_trainer
 from trl_darts import EnvironmentLost
 
 
@@ -67,7 +67,6 @@ class Sandboxes:
 
         class Sandbox:
             def reset(self, **kwargs: Any) -> None:
-                self._calls: list[int] = []  # that were answered
                 self._num_calls = 0
                 if getattr(self, "process", None) is None or self.process.poll() is not None:
                     command = [sys.executable, "-I", "-S", "-c", WORKER]
@@ -96,7 +95,6 @@ class Sandboxes:
                     sandboxes.end(self)
                 if not answer:
                     raise EnvironmentLost("its process was killed")
-                self._calls.append(number)
                 return f"job {answer}"
 
         return Sandbox
@@ -127,8 +125,7 @@ class EnvironmentAudit(AgentAudit):
             self.counts["environments killed"] += 1
 
     def _count(self, result: Any, run: Any) -> None:
-        self.counts["rows"] += sum(len(group.rows) for group in result.groups)
-        self.counts["expected rows"] += NUM_PROMPTS * NUM_GENERATIONS
+        super()._count(result, run)
         self.counts["environments lost"] += run.num_lost
         for own in run.played.values():
             said = [m["content"] for m in own.outcome[1][0] if m["role"] == "tool"]

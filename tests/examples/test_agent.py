@@ -81,11 +81,15 @@ def test_conversations_are_written_as_the_chat_template_writes_them(task):
 def test_the_script(task, monkeypatch, tmp_path, capsys):
     import train
 
+    def make_dataset(size, seed, split="train"):  # of the example's 128 held-out questions, some samples are below 0.1
+        return task.make_dataset(8 * size if split == "test" else size, seed, split)
+
+    monkeypatch.setattr(train, "make_dataset", make_dataset)
     with start_vllm_server(train.CHECKPOINT, max_model_len=512) as server:
         words = ["--server", server.base_url, "--steps", "2", "--output-dir", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", ["train.py", *words])
         train.main()
     line = capsys.readouterr().out.splitlines()[-1]
     before, after = re.match(r"Held-out accuracy (\S+) before, (\S+) after 2 steps in \d+ s\.$", line).groups()
-    assert 0.02 < float(before) < 0.6
+    assert 0.1 < float(before) < 0.6
     assert float(after) > 0.05
