@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import EnvironmentLost
     from .length_recorder import record_lengths
     from .trainer import DARTSGRPOTrainer
+    from .training.chat_endpoint import chat_endpoint
     from .training.sessions import Session, session_reward
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ _MODULES = {
     "EnvironmentLost": "errors",
     "Session": "training.sessions",
     "VarianceTrackerCallback": "callbacks",
+    "chat_endpoint": "training.chat_endpoint",
     "record_lengths": "length_recorder",
     "session_reward": "training.sessions",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "Session",
     "VarianceTrackerCallback",
     "__version__",
+    "chat_endpoint",
     "record_lengths",
     "session_reward",
 ]

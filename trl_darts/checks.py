@@ -51,24 +51,15 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             "`stream_logprobs` (True) needs TRL 1.15 or newer, whose `trl.trainer.utils.add_fused_lm_head` the "
             "installed one lacks. Upgrade TRL, or set it to `False`."
         )
-    if rollout_func is not None and args.schedule != "grpo":
+    if turns and args.reuse_answers:
         raise ConfigurationError(
-            f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
-            "`schedule='grpo'`, or leave `rollout_func` out."
-        )
-    if iscoroutinefunction(rollout_func) and not args.uses_servers:
-        raise ConfigurationError(
-            f"`rollout_func` ({rollout_func.__name__!r}) is a coroutine, whose turns vLLM servers decode. Set "
-            "`use_vllm=True` and `vllm_mode='server'`."
-        )
-    if rollout_func is not None and (args.tail_urls or args.buffers_prompts):
-        given = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"
-        given = given if args.tail_urls else args.own_prompts
-        raise ConfigurationError(
-            f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
+            f"`reuse_answers` (True) verifies answers that are a prompt's only turn, and does not run with `{turns}`. "
+            "Set it to `False`."
         )
     args.resolve(Facts(no_deferral=f"`{turns}`{ENDED}") if turns else None)
-    if turns and args.over_provisions and not args.plays_conversations(turns != "tools"):
+    if rollout_func is not None:
+        _check_rollout_func(args, rollout_func)
+    if turns and args.over_provisions and not args.plays_conversations(turns == "environment_factory"):
         reason = f"`{turns}`, with which candidates would be chosen by the first turn of their conversations"
         args.resolve(Facts(whole_groups=reason))
         logger.warning(
@@ -77,6 +68,27 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
             "`schedule='grpo'`."
         )
     args.check_start()
+
+
+def _check_rollout_func(args: Any, rollout_func: Callable[..., Any]) -> None:
+    leads = iscoroutinefunction(rollout_func)
+    if not leads and args.schedule != "grpo":
+        raise ConfigurationError(
+            f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
+            "`schedule='grpo'`, or make it a coroutine function of a `Session`, which leads one conversation."
+        )
+    if leads and not args.uses_servers:
+        name = getattr(rollout_func, "__name__", rollout_func)
+        raise ConfigurationError(
+            f"`rollout_func` ({name!r}) is a coroutine, whose turns vLLM servers decode. Set `use_vllm=True` and "
+            "`vllm_mode='server'`."
+        )
+    if args.tail_urls or args.buffers_prompts:
+        given = f"`vllm_tail_server_url` ({args.vllm_tail_server_url!r}) does not run"
+        given = given if args.tail_urls else args.own_prompts
+        raise ConfigurationError(
+            f"{given} with `rollout_func`, which generates its batch by itself. Leave one of them out."
+        )
 
 
 def check_objects(model: Any, callbacks: Any) -> None:
@@ -315,8 +327,9 @@ def _not_buffered(trainer: Any) -> tuple[str | None, str]:
     args = trainer.args
     if trainer.environment_factories is not None:
         return "`environment_factory`, which creates the prompts of each batch", "Leave one of them out"
-    if args.over_provisions and trainer.tools:
-        return f"`tools`{ENDED}", "Set `defer_unsettled_groups=False`"
+    turns = "tools" if trainer.tools else "rollout_func" if trainer.rollout_func else None
+    if args.over_provisions and turns is not None:
+        return f"`{turns}`{ENDED}", "Set `defer_unsettled_groups=False`"
     if (args.drop_uniform_groups or args.scores_early) and trainer.tools:
         return "`tools`: rewards are only known after the tool loops", "Leave one of them out"
     if args.kv_after_update == "keep" and trainer.tools:

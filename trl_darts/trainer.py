@@ -19,6 +19,7 @@ from .buffer.checkpoint import Rollouts, known_columns
 from .buffer.feed import PromptFeed
 from .buffer.loop import LoopPosition
 from .buffer.make import make_batches, make_feed, make_sources
+from .buffer.session_source import SessionRollout
 from .buffer.sources import Launched, R, RolloutSource, TRLSource
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import (
@@ -48,7 +49,6 @@ from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.rollout_log import RolloutLog
 from .telemetry.stopwatch import REST, StepParts, Stopwatch
-from .training.candidates import CandidateRun
 from .training.conversations import Conversations
 from .training.environments import Environments
 from .training.padding import Trimming, padding_metrics
@@ -57,7 +57,7 @@ from .training.resume import checkpoint_to_resume
 from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards, is_uniform
-from .training.sessions import as_rollout_func
+from .training.tool_candidates import ToolCandidates
 from .training.waves import Waves
 from .trl_compat import profiling_context, replaced
 from .weights.canary import Canary
@@ -83,7 +83,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks (`list[TrainerCallback]`, *optional*):
             As in [`~trl.GRPOTrainer`]. A [`VarianceTrackerCallback`] among them is used instead of a new one.
         model, reward_funcs, train_dataset, …:
-            As in [`~trl.GRPOTrainer`]; `rollout_func` needs `schedule="grpo"`, and may be a coroutine function of a
+            As in [`~trl.GRPOTrainer`]; `rollout_func` needs `schedule="grpo"`, or is a coroutine function of a
             [`Session`] and its row of data, which leads one conversation.
 
     Raises:
@@ -154,13 +154,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
+        leads = iscoroutinefunction(rollout_func)
         turns = "environment_factory" if environment_factory else "tools" if tools else None
-        check_arguments(args, rollout_func, turns)
+        check_arguments(args, rollout_func, "rollout_func" if leads else turns)
         if environment_factory is None:  # otherwise it makes the prompts of each batch
             check_data(args, train_dataset, eval_dataset, None if rollout_func else reward_funcs)
         warn_of_other_model(args, name)
-        if iscoroutinefunction(rollout_func):
-            rollout_func = as_rollout_func(rollout_func)
+        if leads:
+            rollout_func = SessionRollout(rollout_func)
         callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
         others = (optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory)
@@ -361,10 +362,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all({name: total / len(prompts) for name, total in totals.items()})
         return outcome
 
-    def _candidates(self, parse: Callable[..., Any], turns: Any, batch: PromptBatch, messages: Any) -> CandidateRun:
+    def _candidates(self, parse: Callable[..., Any], turns: Any, batch: PromptBatch, messages: Any) -> ToolCandidates:
         """Returns a rollout whose candidates are conversations."""
         environments = Environments(self, self._batch.inputs, messages) if self.environments else None
-        return CandidateRun(self, GRPOTrainer._tool_call_loop, parse, turns, batch, messages, environments)
+        return ToolCandidates(self, GRPOTrainer._tool_call_loop, parse, turns, batch, messages, environments)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)

@@ -22,7 +22,12 @@ from .errors import UnsupportedTRLError
 
 TESTED = ("1.14.2", "1.16.0")  # oldest and newest, by `make test_versions`
 NAMES = {
-    "trl.chat_template_utils": ("parse_response",),
+    "trl.chat_template_utils": (
+        "add_response_schema",
+        "get_training_chat_template",
+        "is_chat_template_prefix_preserving",
+        "parse_response",
+    ),
     "trl.extras.profiling": ("profiling_context",),
     "trl.generation.vllm_client": ("VLLMClient",),
     "trl.generation.vllm_generation": ("VLLMGeneration",),

@@ -21,8 +21,8 @@ from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 
 
-def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: str, **tools: Any) -> DARTSGRPOTrainer:
-    """Returns a trainer of the checkpoint, with `tools` or an `environment_factory`."""
+def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: str, **agent: Any) -> DARTSGRPOTrainer:
+    """Returns a trainer of the checkpoint, with `tools`, an `environment_factory`, or a `rollout_func`."""
     args = DARTSGRPOConfig(
         output_dir=output_dir,
         schedule=schedule,
@@ -33,7 +33,7 @@ def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: 
         per_device_train_batch_size=64,  # 8 questions × 8
         max_completion_length=200,  # of a whole conversation
         max_tool_calling_iterations=6,
-        tool_timeout_s=10.0,
+        tool_timeout_s=None if "rollout_func" in agent else 10.0,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         max_steps=steps,
@@ -49,13 +49,12 @@ def make_trainer(server: str, schedule: str, steps: int, seed: int, output_dir: 
     )
     return DARTSGRPOTrainer(
         model=str(CHECKPOINT),
-        reward_funcs=accuracy_reward,
         args=args,
         train_dataset=make_dataset(64 * 8, seed),
         eval_dataset=make_dataset(128, 0, "test"),
         # `AutoTokenizer` takes Qwen2's class for a Qwen2, with its own idea of words.
         processing_class=PreTrainedTokenizerFast.from_pretrained(CHECKPOINT),
-        **tools,
+        **{"reward_funcs": accuracy_reward, **agent},
     )
 
 
@@ -70,9 +69,9 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run(own: argparse.Namespace, **tools: Any) -> None:
+def run(own: argparse.Namespace, **agent: Any) -> None:
     """Trains, and prints the accuracy before and after."""
-    trainer = make_trainer(own.server, own.schedule, own.steps, own.seed, own.output_dir, **tools)
+    trainer = make_trainer(own.server, own.schedule, own.steps, own.seed, own.output_dir, **agent)
     before = trainer.evaluate()["eval_reward"]
     begin = time.monotonic()
     trainer.train()

@@ -13,17 +13,18 @@ from benchmarks.vllm_server import start_vllm_server
 
 
 FOLDER = ROOT / "examples" / "agent"
+MODULES = ("task", "pretrain", "train", "train_loop")
 
 
 @pytest.fixture
 def task(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("task", "pretrain", "train"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     import task  # the example's
 
     yield task
-    for name in ("task", "pretrain", "train"):
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -77,19 +78,51 @@ def test_conversations_are_written_as_the_chat_template_writes_them(task):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+@pytest.fixture(scope="module")
+def server():
+    with start_vllm_server(FOLDER / "checkpoint", max_model_len=512) as server:
+        yield server
+
+
+def accuracies(script, server, monkeypatch, tmp_path, capsys):
+    """Runs a script for two steps, and returns what it says of held-out questions."""
+    words = ["--server", server.base_url, "--steps", "2", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    script.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    found = re.match(r"Held-out accuracy (\S+) before, (\S+) after 2 steps in \d+ s\.$", line)
+    return [float(own) for own in found.groups()]
+
+
 @pytest.mark.vllm
-def test_the_script(task, monkeypatch, tmp_path, capsys):
+def test_the_script(task, server, monkeypatch, tmp_path, capsys):
     import train
 
     def make_dataset(size, seed, split="train"):  # of the example's 128 held-out questions, some samples are below 0.1
         return task.make_dataset(8 * size if split == "test" else size, seed, split)
 
     monkeypatch.setattr(train, "make_dataset", make_dataset)
-    with start_vllm_server(train.CHECKPOINT, max_model_len=512) as server:
-        words = ["--server", server.base_url, "--steps", "2", "--output-dir", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        train.main()
-    line = capsys.readouterr().out.splitlines()[-1]
-    before, after = re.match(r"Held-out accuracy (\S+) before, (\S+) after 2 steps in \d+ s\.$", line).groups()
-    assert 0.1 < float(before) < 0.6
-    assert float(after) > 0.05
+    before, after = accuracies(train, server, monkeypatch, tmp_path, capsys)
+    assert 0.1 < before < 0.6
+    assert after > 0.05
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_ones_own_loop(task, server, monkeypatch, tmp_path, capsys):
+    """It makes what TRL's loop makes of the same tools: what the chat template writes, and as many right answers."""
+    import train_loop
+
+    play, played = train_loop.play, []
+
+    async def recorded(session, example):
+        await play(session, example)
+        played.append(session)
+
+    monkeypatch.setattr(train_loop, "play", recorded)
+    before, after = accuracies(train_loop, server, monkeypatch, tmp_path, capsys)
+    assert 0.05 < before < 0.6
+    assert after > 0.05
+    texts = [session.text for session in played if session.reward]
+    assert texts
+    assert all(re.search(r"\d+$", text) for text in texts)

@@ -3,12 +3,13 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 
 import pytest
 
 from tests.builders import letter_of, make_args, make_trainer, record_batches, rollout_logs
 from tests.test_trainer_server import server_args
-from trl_darts import Session, session_reward
+from trl_darts import EnvironmentLost, Session, session_reward
 from trl_darts.errors import ConfigurationError, GenerationError
 
 
@@ -108,3 +109,81 @@ def test_bad_input(server, model_dir, tmp_path):
         ConfigurationError, match=r"`rollout_func` \('play'\) is a coroutine, whose turns vLLM servers"
     ):
         make_trainer(model_dir, make_args(tmp_path, schedule="grpo"), rollout_func=play)
+
+
+SPARE = {"schedule": "darts", "max_num_generations": 12, "target_redundancy": 1.5}
+
+
+def test_spare_conversations_are_not_waited_for(server, model_dir, tmp_path):
+    """Those that an environment holds up are left out, and cancelled."""
+    counts = Counter()
+
+    async def play(session: Session, example: dict) -> None:
+        number = counts["begun"]
+        counts["begun"] += 1
+        await session.generate(4)
+        if number % 3 == 0:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                counts["cancelled"] += 1
+        session.append("x")
+        await session.generate(4)
+        session.reward = float(number % 2)
+
+    begin = time.monotonic()
+    trainer = trainer_of(server, model_dir, tmp_path, play, max_steps=1, **SPARE)
+    trainer.train()
+    assert time.monotonic() - begin < 50
+    (entry,) = rollout_logs(trainer)
+    assert counts["begun"] > 16
+    assert 0 < counts["cancelled"] == counts["begun"] - 16
+    assert entry["darts/tools/turns"] == 1
+    assert not any(thread.name == "trl_darts-sessions" for thread in threading.enumerate())
+
+
+def test_a_lost_environment_begins_again(server, model_dir, tmp_path):
+    begun, lost = [], []
+
+    async def play(session: Session, example: dict) -> None:
+        begun.append(session)
+        await session.generate(4)
+        if len(lost) < 2:
+            lost.append(session)
+            raise EnvironmentLost("the container is gone")
+        session.reward = float(len(session.text))
+
+    trainer = trainer_of(server, model_dir, tmp_path, play, max_steps=1)
+    batches = record_batches(trainer)
+    trainer.train()
+    (entry,) = rollout_logs(trainer)
+    assert entry["darts/tools/lost_environments"] == len(begun) - 16 == 2
+    assert len(batches[0]["completion_ids"]) == 16
+
+
+def test_evaluation_has_one_conversation_for_each_row(server, model_dir, tmp_path):
+    prompts = []
+
+    async def play(session: Session, example: dict) -> None:
+        prompts.append(example["prompt"])
+        await session.generate(4)
+        session.reward = 1.0
+
+    fields = {"per_device_eval_batch_size": 4, "num_generations_eval": 1, **SPARE}
+    trainer = trainer_of(server, model_dir, tmp_path, play, **fields)
+    assert trainer.evaluate(trainer.train_dataset.select(range(8)))["eval_reward"] == 1.0
+    assert sorted(prompts) == sorted(trainer.train_dataset[:8]["prompt"])
+
+
+def test_a_group_without_its_rows_is_dropped(server, model_dir, tmp_path):
+    async def play(session: Session, example: dict) -> None:
+        if example["prompt"] == first:
+            raise GenerationError("no board is free")
+        await session.generate(4)
+        session.reward = float(len(session.text) % 2)
+
+    trainer = trainer_of(server, model_dir, tmp_path, play, max_steps=1, on_generation_error="drop_group")
+    first = next(iter(trainer.get_train_dataloader()))[0]["prompt"]
+    trainer.train()
+    (entry,) = rollout_logs(trainer)
+    assert entry["darts/rollout/dropped_groups"] == 1

@@ -1,6 +1,7 @@
-"""Batches whose candidates are conversations with tools."""
+"""Batches whose candidates are whole conversations."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,14 +24,9 @@ from .sources import LoaderSource
 
 @dataclass
 class KeptConversations(KeptRows):
-    """The first turn of each row's conversation, and what became of it."""
+    """What TRL is given as completions, and what became of each row's conversation."""
 
     played: list[Played] = field(default_factory=list)  # (N·M,)
-
-    @property
-    def outcome(self) -> Outcome:
-        """What TRL's `_tool_call_loop` returns for these rows."""
-        return joined([own.outcome for own in self.played], self.logprobs is not None)
 
     def shares(self, sizes: Sequence[int]) -> list[Self]:
         ends = [0, *accumulate(sizes)]
@@ -41,7 +37,9 @@ class KeptConversations(KeptRows):
 
 
 class ConversationSource(LoaderSource):
-    """The loader's batches, whose candidates are whole conversations on servers. The main process has them all."""
+    """The loader's batches, with conversations on servers. The main process leads all of them."""
+
+    rows_class = KeptConversations
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -49,21 +47,27 @@ class ConversationSource(LoaderSource):
         self._num_lost = 0  # environments of the last rollout
         self._metrics: dict[str, float] = {}
 
+    @abstractmethod
+    def given(self) -> list[Any]:
+        """Returns what a conversation needs to know of each of this process's rows."""
+
+    @abstractmethod
+    def candidates(self, turns: Any, batch: PromptBatch, given: list[Any]) -> CandidateRun[Any]:
+        """Returns the rollout of a batch, with what is given of all rows."""
+
     def run(
         self, plan: Any, batch: PromptBatch, on_progress: OnProgress | None, meanwhile: Callable[[], None] | None
     ) -> RolloutResult | None:
-        trainer = self.trainer
-        messages = gather_object(list(trainer._prompts))
-        parse = partial(decode_completions, trainer)
+        given = gather_object(self.given())
 
         def play(turns: Any) -> RolloutResult:
-            run: CandidateRun = trainer._candidates(parse, turns, batch, messages)
+            run = self.candidates(turns, batch, given)
             result = run.run(plan.scheduler, plan.groups, on_progress)
             self._played, self._num_lost = run.played, run.num_lost
             return result
 
         num_candidates = 0 if plan is None else sum(group.num_candidates for group in plan.groups)
-        result: RolloutResult | None = trainer._engine.converse(num_candidates, play, meanwhile)
+        result: RolloutResult | None = self.trainer._engine.converse(num_candidates, play, meanwhile)
         return result
 
     def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptConversations:
@@ -71,26 +75,55 @@ class ConversationSource(LoaderSource):
         groups = {group.plan.group_id: [played[row.candidate_id] for row in group.rows] for group in result.groups}
         self._metrics = self._of_turns([own for group in groups.values() for own in group], list(played.values()))
         repeated = repeated_groups(result)
-        first = {place: [own.first for own in group] for place, group in groups.items()}
-        rows = KeptConversations(**vars(KeptRows.of_groups(first, repeated, batch.num_generations)))
+        tokens = {place: [own.tokens for own in group] for place, group in groups.items()}
+        rows = self.rows_class(**vars(KeptRows.of_groups(tokens, repeated, batch.num_generations)))
         groups |= {place: [_copied(own) for own in groups[other]] for place, other in repeated.items()}
         rows.played = [own for place in sorted(groups) for own in groups[place]]
-        if self.trainer.environments:  # those of the candidates that are kept, for rewards
-            self.trainer.environments[:] = [own.environment for own in rows.played]
         return rows
 
     def _of_turns(self, kept: Sequence[Played], ended: Sequence[Played]) -> dict[str, float]:
         """Returns metrics of rows, and of all conversations that ended."""
-        of_environments = {"darts/tools/lost_environments": float(self._num_lost)} if self.trainer.environments else {}
-        return of_environments | {
+        return {
             "darts/tools/turns": mean(own.num_turns - 1 for own in kept),
             "darts/tools/seconds": mean(own.acting_s for own in kept),
             "darts/tools/kept_vs_pool_turns_ratio": mean(o.num_turns for o in kept) / mean(o.num_turns for o in ended),
+            "darts/tools/lost_environments": float(self._num_lost),
         }
 
     def log(self, record: RolloutRecord) -> None:
         super().log(record)
         self.trainer._log_all(self._metrics)
+
+
+@dataclass
+class KeptToolConversations(KeptConversations):
+    """The first turn of each row's conversation, and what TRL's loop made of it."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What TRL's `_tool_call_loop` returns for these rows."""
+        return joined([own.outcome for own in self.played], self.logprobs is not None)
+
+
+class ToolSource(ConversationSource):
+    """Conversations with tools or environments, which TRL's loop leads."""
+
+    rows_class = KeptToolConversations
+
+    def given(self) -> list[Any]:
+        return list(self.trainer._prompts)
+
+    def candidates(self, turns: Any, batch: PromptBatch, given: list[Any]) -> CandidateRun[Any]:
+        run: CandidateRun[Any] = self.trainer._candidates(
+            partial(decode_completions, self.trainer), turns, batch, given
+        )
+        return run
+
+    def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptConversations:
+        rows = super().collect(result, batch)
+        if self.trainer.environments:  # those of the candidates that are kept, for rewards
+            self.trainer.environments[:] = [own.environment for own in rows.played]
+        return rows
 
 
 def _copied(played: Played) -> Played:

@@ -10,10 +10,11 @@ from ..streaming import decode_completions
 from .batches import BufferedBatches
 from .buffer_source import BufferSource
 from .continuous_source import ContinuousSource
-from .conversation_source import ConversationSource
+from .conversation_source import ToolSource
 from .feed import PromptFeed
 from .rounds import ContinuousRounds, round_policy
 from .scores import GroupScores
+from .session_source import SessionEvaluation, SessionRollout, SessionSource
 from .sources import EvaluationSource, LoaderSource, TRLSource
 from .wave_source import WaveSource
 
@@ -57,11 +58,13 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     """Returns the sources of training and of evaluation. Engines in the trainer's process leave evaluation to TRL."""
     args, batches = trainer.args, trainer._batches
     trainer = weakref.proxy(trainer)  # no cycle: connections and threads end with the trainer
+    if isinstance(trainer.rollout_func, SessionRollout):
+        return SessionSource(trainer), SessionEvaluation(trainer)
     evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
     if batches is None:
         has_tools = bool(trainer.tools) and not trainer._is_vlm  # whose tools may answer with images
         plays = has_tools and args.plays_conversations(trainer.environment_factories is not None)
-        return (ConversationSource if plays else LoaderSource)(trainer), evaluation
+        return (ToolSource if plays else LoaderSource)(trainer), evaluation
     if args.stream_training:
         return WaveSource(trainer, batches), evaluation
     if args.is_continuous:

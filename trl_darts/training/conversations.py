@@ -227,7 +227,7 @@ class Conversations:
     def _retire(self) -> None:
         """Has later batches not use what is lost, or what calls still act on."""
         for row, instance in self._instances.items():
-            if instance.is_busy or instance.lost:
+            if instance.is_spent:
                 retire(self._trainer, row, instance.environment)
 
 

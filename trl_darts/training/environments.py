@@ -39,6 +39,11 @@ class Instance:
         """Whether a call that nobody waits for still acts on it."""
         return self.late is not None and not self.late.done()
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether no other conversation may have it."""
+        return self.is_busy or self.lost is not None
+
 
 class Environments:
     """

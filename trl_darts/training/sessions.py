@@ -1,5 +1,6 @@
 """
-One's own loop of a conversation: a coroutine as `rollout_func`, which runs once for each row, all of them at once.
+One's own loop of a conversation: a coroutine as `rollout_func`, which runs once for each
+candidate, all of them at once.
 
 ```python
 async def play(session: Session, example: dict) -> None:
@@ -12,16 +13,60 @@ async def play(session: Session, example: dict) -> None:
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-from ..errors import GenerationError
-from .conversations import POLL_S, Turns
+from ..errors import ConfigurationError, GenerationError
+from .candidates import CandidateRun, Played, Player, RowPrompts
+from .chat_format import ChatFormat
+from .conversations import Over, Turn, Turns
 from .rows import Tokens
 
 
+CLOSE_S = 10.0  # for what coroutines do when they are cancelled
+
+Content = str | Sequence[int] | Sequence[dict[str, Any]]  # text, tokens, or messages
 Play = Callable[["Session", dict[str, Any]], Awaitable[None]]
+Decode = Callable[[int, Tokens, int], Awaitable[Turn]]  # of a turn's number, the tokens so far, and the most new ones
+
+
+class Led(NamedTuple):
+    """What a coroutine made of a conversation."""
+
+    prompt_ids: Tokens
+    mask: list[int]  # of the tokens after the prompt: 1 for what the model wrote
+    reward: float | None
+
+
+class Writer:
+    """Writes text and messages as tokens, for all conversations of a trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        return ChatFormat(self._trainer)
+
+    def text(self, tokens: Tokens) -> str:
+        """Returns the text of tokens, without special ones."""
+        text: str = self._trainer._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def tokens(self, content: Content) -> Tokens:
+        """Returns the tokens of what follows a turn of the model."""
+        if isinstance(content, str):
+            tokens: Tokens = self._trainer._tokenizer(content, add_special_tokens=False)["input_ids"]
+            return tokens
+        own: list[Any] = list(content)
+        return self.chat.suffix(own) if own and isinstance(own[0], Mapping) else own
 
 
 class Session:
@@ -41,18 +86,22 @@ class Session:
             Tokens that still fit into `max_completion_length`.
     """
 
-    def __init__(self, number: int, prompt: Any, prompt_ids: Tokens, most: int, tokenizer: Any, turns: Turns) -> None:
+    def __init__(self, prompt: Any, prompt_ids: Tokens, most: int, writer: Writer, decode: Decode) -> None:
         self.prompt = prompt
         self.reward: float | None = None
+        self.prompt_ids = prompt_ids
         self.completion_ids: Tokens = []
         self.logprobs: list[float] = []
         self.mask: list[int] = []
-        self.prompt_ids = prompt_ids
-        self._number = number
         self._most = most
-        self._tokenizer = tokenizer
-        self._turns = turns
+        self._writer = writer
+        self._decode = decode
+        self._tools: Any = None
         self._num_turns = 0
+        self._begin = 0  # of the last turn, in the completion
+        self._acting_s = 0.0
+        self._last_end = time.perf_counter()
+        self._is_full = False  # whether something did not fit
 
     @property
     def num_left(self) -> int:
@@ -61,8 +110,34 @@ class Session:
     @property
     def text(self) -> str:
         """The conversation after its prompt, without special tokens."""
-        text: str = self._tokenizer.decode(self.completion_ids, skip_special_tokens=True)
-        return text
+        return self._writer.text(self.completion_ids)
+
+    @property
+    def has_ended_turn(self) -> bool:
+        """Whether the model has ended its last turn, and was not cut off."""
+        return bool(self.completion_ids) and self.completion_ids[-1] in self._writer.ends
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """
+        The last turn as a message, with `tool_calls` where it calls the tools of [`begin`], as TRL's `parse_response`
+        reads it.
+        """
+        before = [*self.prompt_ids, *self.completion_ids[: self._begin]]
+        return self._writer.chat.message(self.completion_ids[self._begin :], before, self._tools)
+
+    def begin(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> None:
+        """
+        Begins with another conversation than the row's prompt, such as one with a system prompt, or with tools: their
+        JSON schemas, or functions. Called before the model writes.
+
+        Raises:
+            [`ConfigurationError`]: If the model has written, or its tokenizer has no chat template.
+        """
+        if self.completion_ids:
+            raise ConfigurationError("`session.begin` must come before `session.generate` and `session.append`.")
+        self._tools = tools
+        self.prompt_ids = self._writer.chat.prompt(messages, tools)
 
     async def generate(self, max_tokens: int | None = None) -> str:
         """
@@ -77,33 +152,46 @@ class Session:
         most = min(self.num_left, self.num_left if max_tokens is None else max_tokens)
         if most <= 0:
             return ""
-        decoded = self._turns.start(self._number, self._num_turns, [*self.prompt_ids, *self.completion_ids], most)
+        self._acting_s += time.perf_counter() - self._last_end
+        tokens, logprobs = await self._decode(self._num_turns, [*self.prompt_ids, *self.completion_ids], most)
         self._num_turns += 1
-        tokens, logprobs = await asyncio.wrap_future(decoded)
+        self._last_end = time.perf_counter()
+        self._begin = len(self.completion_ids)
         self.completion_ids += tokens
         self.logprobs += logprobs or []
         self.mask += [1] * len(tokens)
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self._writer.text(tokens)
 
-    def append(self, content: str | Sequence[int]) -> bool:
+    def append(self, content: Content) -> bool:
         """
-        Adds what the model did not write: text, which is tokenized without special tokens, or tokens. They have no
-        loss.
+        Adds what the model did not write, which has no loss: text, which is tokenized without special tokens; tokens;
+        or messages, which are added as the chat template has them between two turns of the model.
 
         Returns:
             `bool`: Whether it fits into `max_completion_length` with a token to spare. Otherwise nothing is added.
+
+        Raises:
+            [`ConfigurationError`]: If messages are given, and the tokenizer has no chat template.
         """
-        if isinstance(content, str):
-            tokens: Tokens = self._tokenizer(content, add_special_tokens=False)["input_ids"]
-        else:
-            tokens = list(content)
+        tokens = self._writer.tokens(content)
         if len(tokens) >= self.num_left:
+            self._is_full = True
             return False
         self.completion_ids += tokens
         self.logprobs += [0.0] * len(tokens)
         self.mask += [0] * len(tokens)
         return True
+
+    def played(self) -> Played:
+        """Returns what became of it."""
+        tokens = self.completion_ids, self.logprobs
+        led = Led(self.prompt_ids, self.mask, self.reward)
+        return Played(tokens, led, self._num_turns, self._acting_s)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there was no room for its end."""
+        return self._is_full or self.num_left <= 0
 
 
 def session_reward(completions: list[Any], session_reward: list[float | None], **kwargs: Any) -> list[float | None]:
@@ -111,65 +199,96 @@ def session_reward(completions: list[Any], session_reward: list[float | None], *
     return session_reward
 
 
-def as_rollout_func(play: Play) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """Returns a `rollout_func` of TRL that runs a coroutine for each row of this process."""
+@dataclass
+class SessionPlayer(Player):
+    """A candidate with the coroutine that leads it."""
 
-    def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        prompt_ids = trainer._tokenize_prompts(prompts)[0]
-        examples = trainer._batch.inputs or [{"prompt": prompt} for prompt in prompts]
-        with trainer._engine.turns(len(prompts)) as turns:
-            sessions = [
-                Session(i, prompt, ids, trainer.max_completion_length, trainer._tokenizer, turns)
-                for i, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
-            ]
-            _run([play(*pair) for pair in zip(sessions, map(dict, examples), strict=True)], turns)
-        if not all(any(session.mask) for session in sessions):
-            raise GenerationError(
-                f"`rollout_func` ({play.__name__!r}) ended without `await session.generate()`. Each row needs a token "
-                "of the model."
-            )
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": [session.completion_ids for session in sessions],
-            "logprobs": [session.logprobs for session in sessions],
-            "env_mask": [session.mask for session in sessions],
-            "session_reward": [session.reward for session in sessions],
-        }
-
-    return rollout_func
+    led: Future[None] = field(init=False)
 
 
-def _run(plays: list[Any], turns: Turns) -> None:
-    """Runs coroutines in a thread, since a notebook's main thread has a loop. The first exception ends the others."""
-    over: Future[None] = Future()
-    loop = asyncio.new_event_loop()
+class SessionCandidates(CandidateRun[SessionPlayer]):
+    """
+    A rollout of conversations that coroutines lead, all in one thread.
 
-    async def play_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for play in plays:
-                group.create_task(play)
+    Args:
+        trainer (`DARTSGRPOTrainer`):
+            The trainer.
+        play (`Callable`):
+            The coroutine function.
+        turns (`Turns`):
+            What decodes.
+        prompts (`PromptBatch`):
+            Prompts of all rows.
+        examples (`Sequence[Mapping[str, Any]]`):
+            Data of each row.
+    """
 
-    def run() -> None:
+    player_class = SessionPlayer
+
+    def __init__(
+        self, trainer: Any, play: Play, turns: Turns, prompts: RowPrompts, examples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        super().__init__(turns, prompts)
+        self._play = play
+        self._examples = examples
+        self._most: int = trainer.max_completion_length
+        self._writer = Writer(trainer)
+        self._loop = asyncio.new_event_loop()
+        # A thread, since a notebook's main thread has a loop.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-sessions", daemon=True)
+        self._thread.start()
+
+    def _begin(self, player: SessionPlayer) -> None:
+        player.led = asyncio.run_coroutine_threadsafe(self._lead(player), self._loop)
+
+    def _end(self, player: SessionPlayer) -> None:
+        player.over.set()
+        player.led.cancel()
+
+    def _close(self) -> None:
+        """Waits for the coroutines that were cancelled, and ends the loop."""
+
+        async def finish() -> None:
+            if left := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(left)
+
+        finished = asyncio.run_coroutine_threadsafe(finish(), self._loop)
+        with suppress(NotDone):
+            finished.result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    # In the loop's thread
+
+    async def _lead(self, player: SessionPlayer) -> None:
+        example = dict(self._examples[player.row])
+        prompt, decode = list(self._prompts.rows[player.row]), partial(self._decode, player)
+        session = Session(example["prompt"], prompt, self._most, self._writer, decode)
         try:
-            asyncio.set_event_loop(loop)
-            loop.run_until_complete(task)
-            over.set_result(None)
-        except BaseException as error:  # raised in the main thread
-            over.set_exception(error)
-        finally:
-            loop.close()
+            await self._play(session, example)
+            if not any(session.mask):
+                name = getattr(self._play, "__name__", self._play)
+                raise GenerationError(
+                    f"`rollout_func` ({name!r}) ended without `await session.generate()`. Each row "
+                    "needs a token of the model."
+                )
+        except BaseException as error:
+            self._failed(player, error)
+        else:
+            self._ended(player, session.played(), session.is_cut)
 
-    task = loop.create_task(play_all())
-    thread = threading.Thread(target=run, name="trl_darts-sessions", daemon=True)
-    thread.start()
-    try:
-        while not wait([over], POLL_S).done:
-            turns.tend()
-    except BaseException:
-        loop.call_soon_threadsafe(task.cancel)
-        raise
-    thread.join()
-    try:
-        over.result()
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+    def _failed(self, player: SessionPlayer, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            if player.over.is_set():
+                return
+            error = GenerationError("A conversation was cancelled, and not by the rollout.")
+        super()._failed(player, error)
+
+    async def _decode(self, player: SessionPlayer, number: int, tokens: Tokens, most: int) -> Turn:
+        if player.over.is_set():  # also for coroutines that go on when they are cancelled
+            raise Over
+        turn = await asyncio.wrap_future(self._turns.start(player.candidate_id, number, tokens, most))
+        self._decoded(player, turn)
+        return turn

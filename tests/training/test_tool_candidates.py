@@ -20,8 +20,8 @@ from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler
 from trl_darts.scheduling.policies import DualEnd
 from trl_darts.streaming import decode_completions
-from trl_darts.training.candidates import CandidateRun
 from trl_darts.training.conversations import joined
+from trl_darts.training.tool_candidates import ToolCandidates
 
 
 pytestmark = pytest.mark.vllm  # TRL imports it
@@ -78,7 +78,7 @@ def run_of(trainer, turns, messages, batch):
     def parse(*args):
         return decode_completions(trainer, *args)
 
-    return CandidateRun(trainer, LOOP, parse, turns, batch, messages)
+    return ToolCandidates(trainer, LOOP, parse, turns, batch, messages)
 
 
 def play(trainer, turns, messages, batch, num_candidates=M, policies=None, drops=False):
@@ -122,9 +122,9 @@ def test_first_turns_are_what_trl_parses(trainer):
     for group in result.groups:
         for row in group.rows:
             played = run.played[row.candidate_id]
-            assert played.first == turns.answer(batch.rows[M * row.group_id])
-            assert played.outcome[2][0][: len(played.first[0])] == played.first[0]
-            assert row.tokens[: len(played.first[0])] == played.first[0]
+            assert played.tokens == turns.answer(batch.rows[M * row.group_id])
+            assert played.outcome[2][0][: len(played.tokens[0])] == played.tokens[0]
+            assert row.tokens[: len(played.tokens[0])] == played.tokens[0]
 
 
 def test_what_is_beyond_the_limit_is_not_decoded(trainer, monkeypatch):
