@@ -257,3 +257,19 @@ def test_evaluation(server, model_dir, tmp_path):
 def test_refused(server, model_dir, tmp_path, fields, words):
     with pytest.raises(ConfigurationError, match=words):
         agent(server, model_dir, tmp_path, **fields)
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_the_rows_environments_are_reset_at_once(server, model_dir, tmp_path):
+    together = threading.Barrier(16)
+
+    class Slow(Calculator):
+        def reset(self, **kwargs):
+            together.wait(60)
+            return super().reset(**kwargs)
+
+    fields = {"schedule": "grpo", "max_steps": 2}
+    trainer, reader = agent(server, model_dir, tmp_path, (), environment_factory=Slow, **fields)
+    trainer.train()
+    assert all(prompt[-1]["content"].endswith(" now") for batch in reader.batches for prompt, *_ in batch)
+    assert not any("reset" in vars(own) for own in trainer._environment_pool[None])

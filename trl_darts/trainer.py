@@ -53,6 +53,7 @@ from .training.conversations import Conversations
 from .training.environments import Environments
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
+from .training.resets import reset_together
 from .training.resume import checkpoint_to_resume
 from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
@@ -300,10 +301,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
         with self._streams.serving(source.input_of(inputs)) as streamed:
             with self._clock.on("rollout"):
                 batch = source.next(inputs)
+                told = reset_together(self, batch.inputs) if self._resets_together else nullcontext()
             # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
             asked = partial(self._rewards_of_batch, self._calculate_rewards)
             with (
                 self._clock.on("scoring"),
+                told,
                 replaced(self, "_batch", batch),
                 replaced(self, "_calculate_rewards", asked),
             ):
@@ -316,6 +319,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
         return output
+
+    @property
+    def _resets_together(self) -> bool:
+        """Whether threads may reset environments: their tools run in threads too."""
+        return self.environment_factories is not None and self.args.uses_servers and not self._is_vlm
 
     def _tool_call_loop(
         self,

@@ -39,13 +39,12 @@ from ..scheduling import (
 )
 from ..scheduling.ledger import Ledger
 from .conversations import POLL_S, Over, Turn, Turns
+from .environments import MAX_LOSSES
 from .rows import Tokens
 
 
 # Conversations at once. Others wait until one has ended.
 MOST = 2048
-# A candidate that loses more environments in a row is seen as the cause.
-MAX_LOSSES = 3
 
 
 class RowPrompts(Protocol):

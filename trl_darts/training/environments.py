@@ -14,6 +14,10 @@ from typing import Any
 from ..errors import ConfigurationError, EnvironmentLost
 
 
+# Whoever loses more environments in a row is seen as the cause.
+MAX_LOSSES = 3
+
+
 class Instance:
     """
     An environment that one conversation acts on.
@@ -84,8 +88,7 @@ class Environments:
     def reset(self, row: int, instance: Any) -> None:
         """Resets an instance as TRL reset that of its row. Raises if it tells another prompt."""
         example = self._examples[row]
-        given = {key: value for key, value in example.items() if key != "environment"}
-        observation = instance.reset(**(given if self._trainer._multi_environment else example))
+        observation = instance.reset(**reset_arguments(self._trainer, example))
         prompt = example.get("prompt", [{"role": "user", "content": ""}])
         if _observed(prompt[-1]["content"], observation) != self._messages[row][-1]["content"]:
             raise ConfigurationError(
@@ -99,6 +102,12 @@ class Environments:
         name = self._trainer._batch_environments[row]
         with self._lock:
             self._num_taken[name] -= retire(self._trainer, row, instance)
+
+
+def reset_arguments(trainer: Any, example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what TRL gives to `reset` of a row's data."""
+    given = {key: value for key, value in example.items() if key != "environment"}
+    return given if trainer._multi_environment else example
 
 
 def retire(trainer: Any, row: int, instance: Any) -> bool:
