@@ -5,10 +5,11 @@ TRL's AsyncGRPOTrainer and ours on the same server at a GPU's pace: seconds to e
 
 Task, engine and clock are those of `training.py`: the chain of `long_tail.py`, of which the LM head alone is trained,
 32 × 8 rows a step, and a real vLLM server at the published pace of an 8 B model. Beside all that it does, each step
-takes `--per-token` seconds for each token that is trained on, 30 % of a step of GRPO. AsyncGRPO gets what it lacks on
-a CPU (`async_grpo.py`); the number behind it is its `max_staleness`. All arms have the same data, the same constant
-learning rate and the same number of rows, and begin from the same model. The clock starts with the training, when all
-processes run. The arms of a seed follow each other.
+takes `--per-token` seconds for each token that is trained on, 30 % of a step of GRPO: at its end, or with waves
+(`stream_training`, eight micro-batches) in each pass, since passes run while others decode. AsyncGRPO gets what it
+lacks on a CPU (`async_grpo.py`); the number behind it is its `max_staleness`. All arms have the same data, the same
+constant learning rate and the same number of rows, and begin from the same model. The clock starts with the training,
+when all processes run. The arms of a seed follow each other.
 
 The primary metric, named before any run: seconds until the exact held-out reward of plain sampling is `TARGET`. It was
 chosen from GRPO's arm in the stored runs of `training.py`, which has 0.463 to 0.466 after 25 steps (five seeds). An
@@ -24,6 +25,7 @@ slept; and the rest: optimizer, data, logging, and computing the exact reward.
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,6 +38,7 @@ from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, load_model, make_dataset
 from benchmarks.servers import make_trainer
 from benchmarks.training import LEARNING_RATE, NUM_GENERATIONS, PROMPTS, Server, server_of, task_args
+from trl_darts import DARTSGRPOTrainer
 
 
 TARGET = 0.46
@@ -43,6 +46,12 @@ PER_TOKEN = 4.1e-4  # seconds: 30 % of a step, by GRPO's first epoch in the stor
 ROWS = PROMPTS * NUM_GENERATIONS
 NUM_PROMPTS = 512
 CONTINUOUS = {"rollout_ahead": "continuous"}
+MICRO_BATCHES = 8
+WAVES = {
+    "stream_training": True,
+    "per_device_train_batch_size": ROWS // MICRO_BATCHES,
+    "gradient_accumulation_steps": MICRO_BATCHES,
+}
 ARMS: dict[str, dict[str, Any]] = {
     "async-1": {"max_staleness": 1},
     "async-4": {"max_staleness": 4},
@@ -53,6 +62,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "continuous": {"schedule": "grpo", **CONTINUOUS},
     "continuous streamed": {"schedule": "grpo", **CONTINUOUS, "stream_rewards": True},
     "continuous darts": {"schedule": "darts", **CONTINUOUS},
+    "grpo waves": {"schedule": "grpo", **WAVES},
+    "default waves": {"defer_unsettled_groups": None, **WAVES},
 }
 # Of each optimizer step, by the name in the results: the metrics of TRL's AsyncGRPO, and ours. The first one counts.
 METRICS = {
@@ -73,6 +84,26 @@ def grade(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(text.endswith("+")) for text in texts]
 
 
+class PacedPasses(DARTSGRPOTrainer):
+    """Each pass also sleeps, for each token that it trains on."""
+
+    seconds_per_token = 0.0
+    slept = 0.0  # since it was read
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sleeps after the forward pass."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        seconds = self.seconds_per_token * float(inputs["completion_mask"].sum())
+        time.sleep(seconds)
+        self.slept += seconds
+        return loss
+
+    def pop_slept(self) -> float:
+        """Returns the seconds since the last call."""
+        slept, self.slept = self.slept, 0.0
+        return slept
+
+
 class Clock(TrainerCallback):
     """Paces each step by its tokens, and records when it ended and what plain sampling would give after it."""
 
@@ -87,10 +118,13 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sleeps, and records the step."""
         trained = trained_tokens(self.trainer, ROWS)
-        pace = self.per_token * trained
-        time.sleep(pace)
+        in_passes = isinstance(self.trainer, PacedPasses)
+        pace = self.trainer.pop_slept() if in_passes else self.per_token * trained
+        if not in_passes:
+            time.sleep(pace)
         answers, now = exactly(self.trainer.model), time.perf_counter()
         own = {"seconds": now - self.before, "now": now - self.begun, "pace": pace, "trained": trained}
+        own["in_passes"] = pace * in_passes  # seconds
         self.steps.append({**own, "reward": answers.reward, "mean": answers.mean, "p99": answers.p99})
         self.before = now
 
@@ -99,7 +133,8 @@ def trained_tokens(trainer: Any, rows: int) -> float:
     """Returns the tokens of the step that ends, which has so many rows."""
     metrics = trainer._metrics["train"]  # of this step alone: each is logged
     lengths = metrics.get("completions/mean_length", [])
-    tokens: float = sum(lengths) * rows if lengths else metrics["batch/trained_tokens_per_step"][-1]
+    # Of each wave, if there are several.
+    tokens: float = fmean(lengths) * rows if lengths else metrics["batch/trained_tokens_per_step"][-1]
     return tokens
 
 
@@ -152,10 +187,16 @@ def async_trainer(server: Server, seed: int, steps: int, directory: str, max_sta
     return trainer
 
 
-def our_trainer(server: Server, seed: int, steps: int, directory: str, fields: dict[str, Any]) -> Any:
-    """Returns our trainer."""
+def our_trainer(
+    server: Server, seed: int, steps: int, directory: str, fields: dict[str, Any], per_token: float
+) -> Any:
+    """Returns our trainer, whose passes are paced with waves."""
     args = task_args(server, directory, seed, steps, **fields)
-    return make_trainer(load_model(server.start), grade, args, make_dataset(NUM_PROMPTS), TOKENIZER)
+    cls = PacedPasses if args.stream_training else DARTSGRPOTrainer
+    trainer: Any = make_trainer(load_model(server.start), grade, args, make_dataset(NUM_PROMPTS), TOKENIZER, cls)
+    if isinstance(trainer, PacedPasses):
+        trainer.seconds_per_token = per_token
+    return trainer
 
 
 def run(shared: Shared, seed: int, arm: str, steps: int, per_token: float) -> dict[str, Any]:
@@ -166,7 +207,7 @@ def run(shared: Shared, seed: int, arm: str, steps: int, per_token: float) -> di
         if arm.startswith("async"):
             trainer = async_trainer(server, seed, steps, directory, **ARMS[arm])
         else:
-            trainer = our_trainer(server, seed, steps, directory, ARMS[arm])
+            trainer = our_trainer(server, seed, steps, directory, ARMS[arm], per_token)
         clock, before = Clock(trainer, per_token), server.pace()
         trainer.add_callback(clock)
         trainer.train()
@@ -181,6 +222,7 @@ def summary(steps: list[dict[str, float]], log: dict[int, dict[str, float]]) -> 
     """Returns totals and means of a run, and its steps."""
     add_metrics(steps, log)
     for step in steps:
+        step["passes"] -= step.pop("in_passes", 0.0)
         parts_of_step = sum(step[name] for name in ("wait", "scoring", "sync", "passes", "pace"))
         step["rest"] = step["seconds"] - parts_of_step
     mean: Callable[[str], float] = lambda name: sum(step[name] for step in steps) / len(steps)  # noqa: E731

@@ -13,7 +13,6 @@ weight sync, and of passes. A step of *grpo* takes rollout and passes one after 
 with the longer one of them.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
@@ -25,14 +24,12 @@ from benchmarks import parts
 from benchmarks.async_grpo import FileTransfer
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import TOKENIZER, load_model, make_dataset
-from benchmarks.peers import grade
+from benchmarks.peers import MICRO_BATCHES, PacedPasses, grade
 from benchmarks.servers import StepSeconds, make_trainer
 from benchmarks.training import NUM_GENERATIONS, PROMPTS, Server, server_of, task_args
-from trl_darts import DARTSGRPOTrainer
 
 
 ROWS = PROMPTS * NUM_GENERATIONS
-MICRO_BATCHES = 8
 CALIBRATION_STEPS = 4
 WAVES = {"stream_training": True}
 ARMS: dict[str, dict[str, Any]] = {
@@ -40,7 +37,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "waves": {"schedule": "grpo", **WAVES},
     "ahead": {"schedule": "grpo", "rollout_ahead": 1},
     "darts": {"schedule": "darts"},
-    "darts, waves": {"schedule": "darts", **WAVES},
+    "darts waves": {"schedule": "darts", **WAVES},
 }
 METRICS = {
     "seconds": "step_seconds",
@@ -52,17 +49,6 @@ METRICS = {
     "trained": "completions/mean_length",
     "kept_over_pool": "darts/selection/kept_vs_pool_length_ratio",
 }
-
-
-class PacedPasses(DARTSGRPOTrainer):
-    """Each pass also sleeps, for each token that it trains on."""
-
-    seconds_per_token = 0.0
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        time.sleep(self.seconds_per_token * float(inputs["completion_mask"].sum()))
-        return loss
 
 
 def train(server: Server, seed: int, arm: str, steps: int, seconds_per_token: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from ..analysis.simulation import (
     WORKLOADS,
     ClusterSpec,
     Outcome,
+    ToolCalls,
     Workload,
     compare,
     parse_sweep,
@@ -69,6 +70,10 @@ TrainSeconds = Annotated[
     float, option(help="Seconds of training per token trained on, without padding. Default: 0, rollouts only.")
 ]
 FixedSeconds = Annotated[float, option(help="Seconds per step for weight sync, rewards and the like. Default: 0.")]
+Calls = Annotated[
+    float, option(help="Calls of tools per conversation, on average: candidates are whole conversations. Default: 0.")
+]
+ToolSeconds = Annotated[float, option(help="Median seconds of a call. Default: 1.")]
 Schedules = Annotated[
     list[str],
     option(
@@ -98,6 +103,8 @@ def simulate(
     num_gpus: NumGPUs = None,
     train_seconds_per_token: TrainSeconds = 0.0,
     fixed_seconds: FixedSeconds = 0.0,
+    tool_calls: Calls = 0.0,
+    tool_seconds: ToolSeconds = 1.0,
     schedule: Schedules = ["grpo", "darts"],  # noqa: B006  typer copies it
     sweep: Sweep = None,
     steps: Steps = 50,
@@ -115,7 +122,8 @@ def simulate(
     _check(steps, seeds, num_gpus, num_engines, train_seconds_per_token)
     names = [name.strip() for given in schedule for name in given.split(",") if name.strip()]
     run = None if trace is None else RecordedRun(trace)
-    costs = {"train_seconds_per_token": train_seconds_per_token, "fixed_seconds": fixed_seconds, "redraws": True}
+    costs: dict[str, Any] = {"fixed_seconds": fixed_seconds, "redraws": True}
+    costs |= {"train_seconds_per_token": train_seconds_per_token, "tools": _tools(tool_calls, tool_seconds)}
     lengths, rows = _workload(run, workload, prompts_per_step, costs)
     cluster = _cluster(run, latency_curve, {} if num_engines is None else {"num_engines": num_engines})
     settings = settings_of(names, rows, swept)
@@ -134,6 +142,14 @@ def simulate(
     show(console, outcomes, lengths, cluster, steps, seeds, num_gpus)
     if output is not None:
         _write(outcomes, *(output / name for name in FILES))
+
+
+def _tools(calls: float, seconds: float) -> ToolCalls | None:
+    if not calls and seconds != 1.0:
+        raise ConfigurationError(
+            f"`--tool-seconds` ({seconds:g}) has no effect without `--tool-calls`. Give the calls per conversation."
+        )
+    return ToolCalls(calls, seconds) if calls else None
 
 
 def _check(steps: int, seeds: int, num_gpus: int | None, num_engines: int | None, train_seconds: float) -> None:

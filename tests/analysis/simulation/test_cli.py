@@ -189,3 +189,13 @@ def test_a_picture_that_can_not_be_drawn_is_known_before(no_training, tmp_path, 
 def test_a_trace_has_lengths_of_its_own(no_training, recorded):
     error = refused("--trace", recorded, "--workload", "deepseek_r1")
     assert error.startswith(f"Error: `--workload` (deepseek_r1) has no effect with `--trace` ('{recorded}')")
+
+
+def test_tools(tmp_path):
+    """Who waits for tools needs longer, and the table says what was assumed."""
+    words = ["--schedule", "grpo", "--prompts-per-step", 8, "--steps", 1, "--seeds", 1]
+    plain, tools = ([*words, "--tool-calls", calls] for calls in (0, 5))
+    seconds = [float(rows(*own, output=tmp_path)[0]["rollout_seconds"]) for own in (plain, tools)]
+    assert seconds[1] > seconds[0]
+    assert "about 5 calls per conversation" in run(*tools).stdout
+    assert "`--tool-seconds` (2) has no effect without `--tool-calls`" in refused(*words, "--tool-seconds", 2)

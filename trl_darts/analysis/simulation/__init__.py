@@ -8,7 +8,7 @@ from .recorded import RecordedRollout, RecordedRun
 from .run import SimulatedRun
 from .sweep import parse_sweep, settings_of
 from .training import SimulatedTraining
-from .workload import ENDLESS, WORKLOADS, LengthModel, LogNormalLengths, RecordedLengths, Workload
+from .workload import ENDLESS, WORKLOADS, LengthModel, LogNormalLengths, RecordedLengths, ToolCalls, Workload
 
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "SimulatedCluster",
     "SimulatedRun",
     "SimulatedTraining",
+    "ToolCalls",
     "Workload",
     "compare",
     "parse_sweep",

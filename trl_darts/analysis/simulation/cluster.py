@@ -16,8 +16,8 @@ times as fast and changes no decision. Any other policy gets every report.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 from ...scheduling import (
     CandidateEnded,
@@ -38,6 +38,7 @@ from .cluster_spec import ClusterSpec
 from .virtual_engine import SimulatedEngine, SimulatedSequence
 
 
+R = TypeVar("R", bound="VirtualRollout")
 Lengths: TypeAlias = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
 # Before Python 3.12, looking up a member in its enum calls a function.
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
@@ -55,8 +56,14 @@ class SimulatedCluster:
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
     ) -> RolloutResult:
         """Runs one rollout."""
+        return self.rollout(VirtualRollout, scheduler, plans, lengths, max_length).run()
+
+    def rollout(
+        self, make: Callable[..., R], scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, limit: int
+    ) -> R:
+        """Returns a rollout on new engines. Lengths are cut at `limit`."""
         self.make_room(sum(plan.num_candidates for plan in plans))
-        return VirtualRollout(self.spec, self.engines(), scheduler, plans, lengths, max_length).run()
+        return make(self.spec, self.engines(), scheduler, plans, lengths, limit)
 
     def make_room(self, num_candidates: int) -> None:
         """Computes the seconds of a step for this many sequences, also for engines that are running."""
@@ -105,7 +112,7 @@ class VirtualRollout:
         engine.advance(now)
         sequence = engine.take_event()
         if sequence is not None and engine.steps >= sequence.end:
-            self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
+            self._decoded(engine, sequence, now)
         elif sequence is not None:
             self._report(sequence, engine.decoded(sequence), now)
         if engine.waiting:
@@ -117,6 +124,13 @@ class VirtualRollout:
         sequence.reported = length
         event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
         self._execute(self.scheduler.handle(event), now)
+
+    def _decoded(self, engine: SimulatedEngine, sequence: SimulatedSequence, now: float) -> None:
+        """Handles the last token of a sequence on an engine."""
+        self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
+
+    def _is_complete(self, sequence: SimulatedSequence, length: int) -> bool:
+        return sequence.end != 0.0 and length == sequence.length + sequence.remaining
 
     def _end(
         self, engine: SimulatedEngine, sequence: SimulatedSequence, length: int, reason: FinishReason, now: float
@@ -182,8 +196,8 @@ class VirtualRollout:
             else:
                 sequence = self.sequences[command.candidate_id]
                 length = engine.decoded(sequence)
-                complete = sequence.end != 0.0 and length == sequence.length + sequence.remaining
-                self._end(engine, sequence, length, sequence.reason if complete else ABORT, now)
+                reason = sequence.reason if self._is_complete(sequence, length) else ABORT
+                self._end(engine, sequence, length, reason, now)
         for index in touched:
             engine = self.engines[index]
             engine.admit()

@@ -225,6 +225,12 @@ def _remarks(workload: Workload, cluster: ClusterSpec, steps: int, guarded: bool
             "which is not simulated: in trainings its speed-up was between this one and that without a guard "
             "(--sweep long_end_every=none), 10 to 25 % below the latter."
         )
+    if (tools := workload.tools) is not None:
+        remarks.append(
+            f"Tools are assumed: about {tools.mean_calls:g} calls per conversation at random places, of "
+            f"{tools.median_seconds:g} s in the median. Each conversation runs by itself, as on vLLM servers; TRL's "
+            "loop, in which all wait for the slowest tool of a turn, is much slower."
+        )
     if not workload.fixed_seconds and not workload.train_seconds_per_token:
         remarks.append(
             "Rollouts only: training takes no time here, so a whole step gains less. Give --train-seconds-per-token "

@@ -11,10 +11,10 @@ Schedules that make their own batches have a [`RolloutBuffer`] between the promp
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import count, islice
 
 import numpy as np
@@ -36,8 +36,9 @@ from ...scheduling import (
 from .cluster import SimulatedCluster
 from .cluster_spec import ClusterSpec
 from .continuous import ContinuousTraining
+from .conversations import VirtualConversations
 from .run import SimulatedRun, SimulatedStep
-from .workload import BatchLengths, Workload
+from .workload import BatchLengths, Calls, Workload
 
 
 class SimulatedTraining:
@@ -53,7 +54,17 @@ class SimulatedTraining:
         tracker = settings.tracker(workload.max_completion_length)
         slots = cluster.max_num_seqs and cluster.max_num_seqs * cluster.num_engines
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines, slots, self.tail)
+        if workload.tools is not None and (cause := self._plays_no_conversations()):
+            raise ConfigurationError(f"`tools` of a workload are not simulated with {cause}. Leave one of them out.")
         self.stop_rate = 0.0  # added to each candidate's probability to stop at a token, see `Workload.shaping`
+
+    def _plays_no_conversations(self) -> str | None:
+        """Returns what a trainer refuses for whole conversations."""
+        if self.tail is not None:
+            return "tail servers"
+        if round_policy(self.settings, self.workload.prompts_per_step) is not None:
+            return f"a buffer of prompts (`schedule`, {self.settings.schedule!r})"
+        return f"`rollout_ahead` ({self.settings.rollout_ahead})" if self.settings.rollout_ahead else None
 
     def run(self, num_steps: int) -> SimulatedRun:
         """Trains from the beginning."""
@@ -76,12 +87,18 @@ class SimulatedTraining:
         plans: list[GroupPlan],
         lengths: Mapping[int, list[int]] | list[list[int]],
         batch_stop: BatchStop | None = None,
+        calls_of: Callable[[int, int, int], Calls] | None = None,
     ) -> RolloutResult:
         """Runs one rollout, until all groups are complete or `batch_stop` ends it."""
         policies = self.settings.policies(plans, batch_stop, None, self.num_rollouts, self.tail)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
-        result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
+        limit = self.workload.max_completion_length
+        if calls_of is None:
+            result = self.cluster.run(scheduler, plans, lengths, limit)
+        else:
+            make = partial(VirtualConversations, calls_of=calls_of)
+            result = self.cluster.rollout(make, scheduler, plans, lengths, limit).run()
         self.learn_shape(result, lengths)
         return result
 
@@ -113,7 +130,8 @@ class SimulatedTraining:
         infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
         admission = self.admission.plan(infos)
         lengths = batch.all(max(admission.num_candidates), self.stop_rate)
-        result = self.rollout(admission.plans(infos), lengths)
+        tools = self.workload.tools
+        result = self.rollout(admission.plans(infos), lengths, calls_of=partial(batch.calls, tools) if tools else None)
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         complete = [GroupSummary.of(group) for group in result.groups]
         informative = int(batch.informative(self.workload.uniform_share).sum())

@@ -30,6 +30,7 @@ class SimulatedSequence:
     begin: float = 0.0  # the engine's step at which it was admitted
     end: float = 0.0  # the step at which it ends; 0 while it waits
     admissions: int = 0
+    cached: int = 0  # tokens that need no prefill when it is admitted
     alive: bool = True
 
 
@@ -141,7 +142,7 @@ class SimulatedEngine:
         return prior + (min(self.decoded(sequence), last) - prior) // interval * interval
 
     def _start(self, sequence: SimulatedSequence, context: int) -> None:
-        spec, group, cost = self.spec, sequence.command.group_id, sequence.length
+        spec, group, cost = self.spec, sequence.command.group_id, sequence.length - sequence.cached
         if group not in self.prefilled:
             self.prefilled.add(group)
             cost += sequence.prompt_tokens
@@ -171,5 +172,5 @@ class SimulatedEngine:
         length = self.decoded(sequence)
         self.leave(sequence, length)
         sequence.remaining -= length - sequence.length
-        sequence.length, sequence.alive = length, True  # it returns
+        sequence.length, sequence.cached, sequence.alive = length, 0, True  # it returns
         self.waiting.appendleft(sequence)

@@ -23,6 +23,7 @@ ENDLESS = 2**31 - 1
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+Calls = list[tuple[int, float]]  # of a conversation: tokens decoded before each, and its seconds
 
 
 class LengthModel(Protocol):
@@ -186,6 +187,40 @@ class RecordedLengths:
 
 
 @dataclass(frozen=True)
+class ToolCalls:
+    """
+    Calls of tools in a workload's conversations (an assumption): their number has a Poisson distribution, they divide
+    what the model decodes at random, and their seconds are log-normal.
+
+    Args:
+        mean_calls (`float`):
+            Calls of a conversation, on average.
+        median_seconds (`float`, *optional*, defaults to `1.0`):
+            Median seconds of a call.
+        seconds_std (`float`, *optional*, defaults to `1.0`):
+            Standard deviation of the seconds' logarithms.
+
+    Raises:
+        [`ConfigurationError`]: If a number is negative or not finite.
+    """
+
+    mean_calls: float
+    median_seconds: float = 1.0
+    seconds_std: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_finite(**vars(self))
+
+    def draw(self, length: int, seed: Sequence[int]) -> Calls:
+        """Returns the calls of a conversation of so many decoded tokens."""
+        rng = np.random.default_rng(seed)
+        places = np.unique(rng.integers(1, max(2, length), rng.poisson(self.mean_calls)))
+        places = places[places < length]  # each turn has a token
+        seconds = self.median_seconds * np.exp(self.seconds_std * rng.standard_normal(len(places)))
+        return list(zip(places.tolist(), seconds.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
 class Workload:
     """
     The data set of a training, and the costs of a step beside its rollout.
@@ -227,6 +262,7 @@ class Workload:
     shaping: float = 0.0
     uniform_share: float = 0.0
     redraws: bool = False
+    tools: ToolCalls | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompts_per_step <= self.lengths.num_prompts:
@@ -278,6 +314,10 @@ class BatchLengths:
             self._attempts[attempt] = self._model.draw(self.prompts, num_candidates, key)
         lengths: list[int] = _shaped(self._attempts[attempt][place], stop_rate).tolist()
         return lengths
+
+    def calls(self, tools: ToolCalls, place: int, candidate: int, length: int) -> Calls:
+        """Returns the calls of a candidate of the prompt at a place."""
+        return tools.draw(length, (*self._seed, 6, place, candidate))
 
     def informative(self, uniform_share: float) -> NDArray[np.bool_]:
         """Returns a mask of the prompts whose rewards have a spread."""
