@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -177,10 +178,12 @@ def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callab
     return Number("peers.jsonl", values, form)
 
 
-def _epochs(value: Callable[[Run, Run], float], form: Callable[..., str] = ratio) -> Number:
+def _epochs(value: Callable[[Run, Run], float], form: Callable[..., str] = ratio, skips: bool = False) -> Number:
+    world, arm = ("half", "skip") if skips else ("tail", "reuse")
+
     def values() -> list[float]:
-        found = {(run["arm"], run["seed"]): run for run in lines_of("epochs.jsonl") if run["world"] == "tail"}
-        return [value(run, found["grpo", seed]) for (arm, seed), run in found.items() if arm == "reuse"]
+        found = {(run["arm"], run["seed"]): run for run in lines_of("epochs.jsonl") if run["world"] == world}
+        return [value(run, found["grpo", seed]) for (name, seed), run in found.items() if name == arm]
 
     return Number("epochs.jsonl", values, form)
 
@@ -234,6 +237,10 @@ NUMBERS: dict[str, Number] = {
     "epochs.reuse.decoded": _epochs(lambda own, base: own["decoded"] / base["decoded"]),
     "epochs.reuse.reward": _epochs(lambda own, base: own["reward"] - base["reward"], mean),
     "epochs.reuse.new": _epochs(lambda own, base: own["new"], mean),
+    "epochs.skip": _epochs(to_reward, skips=True),
+    "epochs.skip.rollouts": _epochs(lambda own, base: base["rollouts"] / own["rollouts"], skips=True),
+    "epochs.skip.reward": _epochs(lambda own, base: own["reward"] - base["reward"], mean, skips=True),
+    "epochs.skip.share": _epochs(lambda own, base: fmean(own["by_step"]["skipped"]), mean, skips=True),
     "epochs.grpo.new": _epochs(lambda own, base: base["new"], mean),
     "learning.default": _learning("published", "default"),
     "learning.unguarded": _learning("published", "unguarded"),

@@ -59,6 +59,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "_is_vlm": False,
         "tools": [],
         "environment_factories": None,
+        "rollout_func": None,
         "accelerator": SimpleNamespace(num_processes=2),
     }
     given = {name: changes.pop(name) for name in list(changes) if name in args}

@@ -32,7 +32,7 @@ from tests.given_completions import trained as trained_on_given
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
-from trl_darts import record_lengths
+from trl_darts import Session, record_lengths
 from trl_darts.engines import main_process
 from trl_darts.engines.in_process import processes as in_process
 
@@ -173,6 +173,35 @@ def call_tools(model_dir: Path, out: Path, url: str | None, **actors: Any) -> di
     }
 
 
+def lead_sessions(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    """Coroutines lead conversations, whose rewards tell their prompts. Evaluated before, with other prompts each."""
+    led, seen = [], []
+
+    async def play(session: Session, example: dict[str, Any]) -> None:
+        led.append(example["prompt"])
+        await session.generate(6)
+        session.append(example["prompt"][-1])
+        await session.generate(6)
+        session.reward = float(ord(example["prompt"][-1]))
+
+    def reward(prompts: Any, completion_ids: Any, session_reward: Any, **kwargs: Any) -> Any:
+        seen.extend(
+            (prompt[-1], len(ids), own)
+            for prompt, ids, own in zip(prompts, completion_ids, session_reward, strict=True)
+        )
+        return session_reward
+
+    fields = {"per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 0.0, "max_num_generations": 6}
+    fields |= {"max_completion_length": 40, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
+    args = make_args(out, schedule="darts", **fields, **engine_settings(SERVER, url))
+    data = {"train_dataset": letters_dataset(10), "reward_funcs": reward}
+    trainer = make_trainer(model_dir, args, rollout_func=play, **data)
+    trainer.evaluate(letters_dataset(8))
+    evaluated, led[:] = list(led), []
+    trainer.train()
+    return {"evaluated": evaluated, "led": led, "seen": seen, "log": trainer.state.log_history}
+
+
 def wait_long(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
     """The main process takes longer than the group's timeout, also when it is asked first, then fails."""
     accelerator = Accelerator(cpu=True)
@@ -296,6 +325,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "streamed": partial(train, **STREAMED),
         "tools": partial(call_tools, tools=[multiply]),
         "environments": partial(call_tools, environment_factory=Multiplier),
+        "sessions": lead_sessions,
     },
     "fsdp2": {
         "trimmed": trim_padding,
@@ -326,6 +356,7 @@ NEED_A_SERVER = {
     "streamed",
     "tools",
     "environments",
+    "sessions",
     "ahead",
     "continuous",
     "waves",

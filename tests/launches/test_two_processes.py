@@ -309,3 +309,17 @@ def test_tool_loops_of_different_length(launches):
         check_answers(rank)
     totals = [float(line["darts/budget/total"]) for line in ranks[0]["log"] if "darts/budget/total" in line]
     assert {*totals} == {16.0}  # no candidate is chosen by its first turn
+
+
+@pytest.mark.vllm
+def test_coroutines_lead_the_conversations_of_all(launches):
+    """In the main process, more than are trained on, and each process has its rows with their rewards."""
+    ranks = launches("ddp", "sessions")
+    assert not ranks[1]["led"]
+    assert len(ranks[0]["led"]) > 2 * 16
+    assert len(ranks[0]["evaluated"]) == 8
+    for rank in ranks:
+        assert len(rank["seen"]) == 4 + 2 * 8
+        assert all(reward == ord(letter) for letter, _, reward in rank["seen"])
+        assert all(2 < length <= 13 for _, length, _ in rank["seen"])
+    assert any("darts/rollout/aborted_candidates" in line for line in ranks[0]["log"])

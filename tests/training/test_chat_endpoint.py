@@ -92,7 +92,7 @@ def test_a_program_is_trained(server, model_dir, tmp_path, schedule):
 def test_what_can_not_be_trained_on_is_refused(server, model_dir, tmp_path):
     async def refused(rule, client, messages, **fields):
         with pytest.raises(BadRequestError, match=rule):
-            await client.chat.completions.create(model="any", messages=messages, **fields)
+            await client.chat.completions.create(model="any", messages=messages, **{"tools": [TOOL], **fields})
 
     async def play(session: Session, example: dict) -> None:
         messages = list(example["prompt"])
@@ -100,7 +100,11 @@ def test_what_can_not_be_trained_on_is_refused(server, model_dir, tmp_path):
         async with chat_endpoint(session) as url, client_of(url) as client:
             await refused(r"`n` \(2\)", client, messages, n=2)
             await refused("'image_url'", client, [{"role": "user", "content": [image]}])
+            await refused("tool_choice", client, messages, tool_choice="required")
+            await refused("KeyError: 'role'", client, [{"content": "who am I?"}])
             await lead(client, messages, max_turns=0)
+            more = [*messages[:2], {"role": "user", "content": "go on"}]
+            await refused("`tools` must be those", client, more, tools=[])
             await refused("must continue", client, messages[:2])  # nothing new
             other = [{"role": "user", "content": "another"}, *messages[1:], messages[0]]
             await refused("must continue", client, other)

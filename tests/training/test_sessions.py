@@ -7,8 +7,10 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.tool_calls import make_chat_tokenizer
 from tests.builders import letter_of, make_args, make_trainer, record_batches, rollout_logs
 from tests.test_trainer_server import server_args
+from tests.trl_parity.common import chats
 from trl_darts import EnvironmentLost, Session, session_reward
 from trl_darts.errors import ConfigurationError, GenerationError
 
@@ -187,3 +189,32 @@ def test_a_group_without_its_rows_is_dropped(server, model_dir, tmp_path):
     trainer.train()
     (entry,) = rollout_logs(trainer)
     assert entry["darts/rollout/dropped_groups"] == 1
+
+
+def test_a_turn_is_a_message(server, model_dir, tmp_path):
+    """Also after more was appended, and messages begin and continue a conversation as the chat template has them."""
+    words, seen = [f"<{i}>" for i in range(100)], []
+
+    async def play(session: Session, example: dict) -> None:
+        messages = [{"role": "system", "content": "be brief"}, *example["prompt"]]
+        session.begin(messages)
+        text = await session.generate(60)
+        with pytest.raises(ConfigurationError, match=r"`session.begin` must come before"):
+            session.begin(messages)
+        messages.append(session.message)
+        assert messages[-1] == {"role": "assistant", "content": text}
+        messages.append({"role": "user", "content": "why"})
+        if session.append(messages[-1:]):
+            assert session.message == messages[-2]
+            seen.append((session.has_ended_turn, messages, [*session.prompt_ids, *session.completion_ids]))
+        session.reward = 1.0
+
+    tokenizer = make_chat_tokenizer(words)
+    args = server_args(tmp_path, server, **{**FIELDS, "max_completion_length": 120, "max_steps": 1})
+    data = {"train_dataset": chats(), "reward_funcs": session_reward, "processing_class": tokenizer}
+    make_trainer(model_dir, args, rollout_func=play, **data).train()
+    ended = [own for own in seen if own[0]]
+    assert ended
+    for _, messages, ids in ended:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == text

@@ -15,12 +15,20 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, GenerationError
+from .conversations import Over
 from .sessions import Session
 
 
 MAX_BODY = 64 * 2**20  # bytes of a request
-REFUSED = ("stream", "n", "logprobs", "functions", "response_format")  # fields that change what is answered
+# Fields of a request that change what is answered, with the values that don't.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("stream", "logprobs"), (False,)),
+    "n": (1,),
+    "functions": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+}
 Message = dict[str, Any]
 
 
@@ -71,30 +79,35 @@ class ChatEndpoint:
     """The requests of one conversation, see [`chat_endpoint`]."""
 
     def __init__(self, session: Session) -> None:
-        self.error: Exception | None = None  # of the servers
+        self.error: GenerationError | None = None
         self._session = session
         self._known: list[Message] = []  # the conversation so far
+        self._tools: Any = None
         self._lock = asyncio.Lock()
 
     async def answer(self, request: web.Request) -> web.Response:
         """Answers a request."""
-        body = await request.json()
         async with self._lock:
             try:
-                return await self._answer(body)
-            except ConfigurationError as error:
-                return _refusal(str(error))
-            except Exception as error:
+                return await self._answer(await request.json())
+            except GenerationError as error:
                 self.error = error
                 return _refusal(str(error), "server_error", 500)
+            except Over:
+                return _refusal("the rollout is over", "server_error", 503)
+            except Exception as error:  # of the request, such as messages that the chat template refuses
+                return _refusal(f"{type(error).__name__}: {error}")
 
     async def _answer(self, body: dict[str, Any]) -> web.Response:
         session = self._session
-        if given := [name for name in REFUSED if body.get(name) not in (None, False, 1, {"type": "text"})]:
+        if given := [name for name, same in REFUSED.items() if body.get(name) not in (None, *same)]:
             return _refusal(f"`{given[0]}` ({body[given[0]]!r:.60}) is not supported. Leave it out.")
-        messages = [_normal(message) for message in body["messages"]]
+        messages, tools = [_normal(message) for message in body["messages"]], body.get("tools")
         if not self._known:
-            session.begin(messages, body.get("tools"))
+            session.begin(messages, tools)
+            self._tools = tools
+        elif tools != self._tools:
+            return _refusal("`tools` must be those of the first request, which the model has read.")
         elif not _continues(messages, self._known):
             return _refusal(
                 "`messages` must continue the conversation: the messages of the last request, the answer to it, and "

@@ -98,7 +98,7 @@ class Session:
         self._decode = decode
         self._tools: Any = None
         self._num_turns = 0
-        self._begin = 0  # of the last turn, in the completion
+        self._begin = self._end = 0  # of the last turn, in the completion
         self._acting_s = 0.0
         self._last_end = time.perf_counter()
         self._is_full = False  # whether something did not fit
@@ -115,7 +115,7 @@ class Session:
     @property
     def has_ended_turn(self) -> bool:
         """Whether the model has ended its last turn, and was not cut off."""
-        return bool(self.completion_ids) and self.completion_ids[-1] in self._writer.ends
+        return self._end > 0 and self.completion_ids[self._end - 1] in self._writer.ends
 
     @property
     def message(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Session:
         reads it.
         """
         before = [*self.prompt_ids, *self.completion_ids[: self._begin]]
-        return self._writer.chat.message(self.completion_ids[self._begin :], before, self._tools)
+        return self._writer.chat.message(self.completion_ids[self._begin : self._end], before, self._tools)
 
     def begin(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> None:
         """
@@ -160,6 +160,7 @@ class Session:
         self.completion_ids += tokens
         self.logprobs += logprobs or []
         self.mask += [1] * len(tokens)
+        self._end = len(self.completion_ids)
         return self._writer.text(tokens)
 
     def append(self, content: Content) -> bool:
@@ -182,16 +183,12 @@ class Session:
         self.mask += [0] * len(tokens)
         return True
 
-    def played(self) -> Played:
-        """Returns what became of it."""
+    def _played(self) -> tuple[Played, bool]:
+        """Returns what became of it, and whether there was no room for its end."""
         tokens = self.completion_ids, self.logprobs
         led = Led(self.prompt_ids, self.mask, self.reward)
-        return Played(tokens, led, self._num_turns, self._acting_s)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there was no room for its end."""
-        return self._is_full or self.num_left <= 0
+        played = Played(tokens, led, self._num_turns, self._acting_s)
+        return played, self._is_full or self.num_left <= 0
 
 
 def session_reward(completions: list[Any], session_reward: list[float | None], **kwargs: Any) -> list[float | None]:
@@ -277,7 +274,7 @@ class SessionCandidates(CandidateRun[SessionPlayer]):
         except BaseException as error:
             self._failed(player, error)
         else:
-            self._ended(player, session.played(), session.is_cut)
+            self._ended(player, *session._played())
 
     def _failed(self, player: SessionPlayer, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
