@@ -4,7 +4,9 @@ What turns of conversations find in the prefix cache: with a home, and where eac
     python -m benchmarks.homes [--arms homes,least_loaded] [--seeds 0,1,2]
 
 Two real servers, 64 conversations with up to eight turns of some hundred tokens and a tool of 0.05 to 0.5 seconds.
-Stored is the share of prompt tokens that the servers had in their caches, over a rollout.
+Stored is the share of prompt tokens that the servers had in their caches, over a rollout, and its seconds. The arms
+with *small* have homes, and a cache of 12,288 tokens on each server, which half of the conversations fill; the number
+behind it is `max_concurrent_conversations`.
 """
 
 import json
@@ -25,15 +27,19 @@ from trl_darts.scheduling.policies import LeastLoaded
 
 
 COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+SMALL = 384  # blocks
+BOUNDS = {"small": None, "small 32": 32, "small 16": 16, "small 8": 8}
 FIELDS = {"max_steps": 2, "per_device_train_batch_size": 64, "max_tool_calling_iterations": 8}
 
 
 @contextmanager
-def pair() -> Iterator[tuple[list[VLLMServer], Path]]:
-    """Yields two servers, and the model's directory."""
+def pair(num_blocks: int | None) -> Iterator[tuple[list[VLLMServer], Path]]:
+    """Yields two servers with so many blocks of cache, and the model's directory."""
     with TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = agent_audit.make_model(Path(directory) / "caller")
         options = {"max_model_len": 4096, "max_num_seqs": 64, "block_size": 32, "enable_prompt_tokens_details": True}
+        if num_blocks is not None:
+            options["num_gpu_blocks_override"] = num_blocks
         yield [stack.enter_context(start_vllm_server(model_dir, **options)) for _ in range(2)], model_dir
 
 
@@ -103,24 +109,27 @@ def counted(servers: list[VLLMServer]) -> list[float]:
 
 def run(shared: Shared, arm: str, seed: int) -> dict[str, Any]:
     """Trains for two steps."""
-    servers, model_dir = shared(pair)
+    servers, model_dir = shared(pair, SMALL if arm in BOUNDS else None)
     before, by_turn = counted(servers), ByTurn()
-    turns.Homes = Homes if arm == "homes" else NoHomes  # type: ignore[misc, assignment]
+    turns.Homes = NoHomes if arm == "least_loaded" else Homes  # type: ignore[misc, assignment]
+    fields = FIELDS | {"max_concurrent_conversations": BOUNDS.get(arm)}
     with TemporaryDirectory() as directory:
         urls = [server.base_url for server in servers]
-        audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, **FIELDS)
+        audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, **fields)
         with by_turn.of(audit.trainer.vllm_generation.engine):
             audit.trainer.train()
         audit.trainer.vllm_generation.engine.close()
     queried, hit = (after - own for after, own in zip(counted(servers), before, strict=True))
     shares = [by_turn.found[turn] / by_turn.tokens[turn] for turn in sorted(by_turn.tokens)]
-    return {"queried": queried, "hit": hit, "turns": audit.counts["turns"], "found_by_turn": shares}
+    seconds = [end - begin for begin, end in audit.rollouts]
+    found = {"queried": queried, "hit": hit, "turns": audit.counts["turns"], "found_by_turn": shares}
+    return {**found, "seconds": sum(seconds) / len(seconds)}
 
 
 BENCHMARK = Benchmark(
     "homes",
     __doc__,
-    {"seed": range(5), "arm": ["homes", "least_loaded"]},
+    {"seed": range(5), "arm": ["homes", "least_loaded", *BOUNDS]},
     run,
     parts.homes,
     usual={"seed": [0, 1, 2]},

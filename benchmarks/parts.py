@@ -238,6 +238,13 @@ HOMES: cells.Columns = {
 }
 
 
+SMALL_CACHE: cells.Columns = {
+    "prompt tokens found in a cache": (lambda own, base: own["hit"] / own["queried"], cells.mean),
+    "a rollout (s)": (lambda own, base: own["seconds"], cells.mean),
+    "times as fast": (lambda own, base: base["seconds"] / own["seconds"], cells.ratio),
+}
+
+
 def homes(results: Path) -> str:
     """What turns find in prefix caches."""
     lines = last(results, "homes", "seed", "arm")
@@ -246,10 +253,14 @@ def homes(results: Path) -> str:
     text = f"""
         `python -m benchmarks.homes`: two real servers, 64 conversations of up to eight turns {origin(lines)}. With
         *homes*, a conversation's turns go to the server that has its beginning; *least_loaded* takes no account of
-        it."""
-    arms = ["homes", "least_loaded"]
-    table = cells.compare("arm (seeds)", {"": list(lines.values())}, HOMES, arms, "homes")
-    return section("Homes of conversations", text, table)
+        it. *small* has homes, and caches that half of the conversations fill; the number is
+        `max_concurrent_conversations`. Nothing is paced."""
+    runs = list(lines.values())
+    found = [cells.compare("arm (seeds)", {"": runs}, HOMES, ["homes", "least_loaded"], "homes")]
+    if small := [run for run in runs if run["arm"].startswith("small")]:
+        arms = list(dict.fromkeys(run["arm"] for run in small))
+        found.append(cells.compare("arm (seeds)", {"": small}, SMALL_CACHE, arms, "small"))
+    return section("Homes of conversations", text, *found)
 
 
 def gpu(results: Path) -> str:

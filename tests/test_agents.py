@@ -231,6 +231,10 @@ def test_an_error_before_the_first_turn_is_raised(server, model_dir, tmp_path, m
     [
         ({"stop_tools": ["multiplies"]}, r"`stop_tools` \('multiplies'\) must be names .*Did you mean `multiply`"),
         ({"stop_tools": []}, "`stop_tools`"),
+        (
+            {"max_concurrent_conversations": 3, "tools": []},
+            r"`max_concurrent_conversations` \(3\) has no effect where",
+        ),
         ({"tool_timeout_s": 3.0, "tools": []}, r"`tool_timeout_s` \(3.0\) has no effect without tools"),
         ({"conversation_timeout_s": 0.0}, "`conversation_timeout_s`"),
     ],

@@ -37,7 +37,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "ds3_gather_for_generation": True,
         "vllm_tensor_parallel_size": 1,
         "vllm_enable_sleep_mode": False,
-        **dict.fromkeys(("tool_timeout_s", "conversation_timeout_s", "stop_tools")),
+        **dict.fromkeys(("tool_timeout_s", "conversation_timeout_s", "stop_tools", "max_concurrent_conversations")),
         "schedule": "darts",
         "over_provisions": False,
         "rollout_ahead": 0,

@@ -8,6 +8,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
+from .buffer.session_source import SessionRollout
 from .config import DARTSGRPOConfig
 from .data_checks import MAX_CHECKED_PROMPTS, FirstBatch, has_images, prompts_of, unsaved_column
 from .engines.sampling import user_seed
@@ -274,12 +275,24 @@ def _check_limits(trainer: Any) -> None:
             f"`stop_tools` ({unknown[0]!r}) must be names of `tools`, or of methods of environments: {names}."
             f"{did_you_mean(unknown[0], names) or ' Correct it.'}"
         )
+    if args.max_concurrent_conversations is not None and not _plays_conversations(trainer):
+        raise ConfigurationError(
+            f"`max_concurrent_conversations` ({args.max_concurrent_conversations}) has no effect where candidates are "
+            "not whole conversations: it needs vLLM servers and tools, environments on one process, or a coroutine as "
+            "`rollout_func`. Leave it unset."
+        )
     limits = [name for name in LIMITS if getattr(args, name) is not None]
     if limits and (trainer._is_vlm or not names):
         cause = "with a vision-language model, whose tool loop is TRL's" if names else "without tools"
         raise ConfigurationError(
             f"`{limits[0]}` ({getattr(args, limits[0])!r}) has no effect {cause}. Leave it unset."
         )
+
+
+def _plays_conversations(trainer: Any) -> bool:
+    if trainer._is_vlm or isinstance(trainer.rollout_func, SessionRollout):
+        return not trainer._is_vlm
+    return bool(trainer.tools) and trainer.args.plays_conversations(trainer.environment_factories is not None)
 
 
 def _check_seed(trainer: Any) -> None:

@@ -113,7 +113,8 @@ TRAINING_CONFLICTS = (
     Conflict("stream_logprobs", lambda s: s.rollout_ahead,
              "does not run with {rollout_ahead}: the model trains while candidates decode"),
     # Tools
-    Conflict("tool_timeout_s conversation_timeout_s stop_tools", lambda s: not s.uses_servers,
+    Conflict("tool_timeout_s conversation_timeout_s stop_tools max_concurrent_conversations",
+             lambda s: not s.uses_servers,
              "only has an effect with vLLM servers, where conversations run each by itself",
              "Leave it unset, or set `use_vllm=True` and `vllm_mode='server'`."),
     # Answers of earlier epochs
@@ -241,6 +242,12 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     )
 
     # Tools
+    max_concurrent_conversations: Annotated[int | None, at_least(1)] = setting(
+        None,
+        "Most conversations with tools, environments or a coroutine that are open at once, over all servers: further "
+        "candidates begin when others have ended. For conversations whose tokens don't all fit into the servers' "
+        "prefix caches, where each turn would prefill all that was said before. Unset, up to 2048.",
+    )
     max_concurrent_tools: Annotated[int, at_least(1)] = setting(
         64,
         "Most tools that each process calls at once, in threads, where conversations run each by itself: with "

@@ -134,6 +134,27 @@ def test_what_is_beyond_the_limit_is_not_decoded(trainer, monkeypatch):
     assert 1 <= min(turns.limits) < 180 == max(turns.limits)
 
 
+@pytest.mark.parametrize("most", [1, 5])
+def test_open_at_once(trainer, monkeypatch, most):
+    """Others begin when one has ended, and not while one waits for its tool."""
+    monkeypatch.setattr(trainer.args, "max_concurrent_conversations", most)
+    opened, turns = [], Turns(trainer.processing_class, lambda conversation, turn: 0.01)
+    messages, batch = prompts_of(trainer, 6)
+    run = run_of(trainer, turns, messages, batch)
+    begin = run._begin
+
+    def counted(player):
+        ended = len(run.played)
+        opened.append(len(run._players) - ended)
+        begin(player)
+
+    run._begin = counted
+    result = run.run(Scheduler(SchedulePolicies(), M), [GroupPlan(i, M) for i in range(6)])
+    assert [len(group.rows) for group in result.groups] == [M] * 6
+    assert len(opened) == 6 * M
+    assert max(opened) == most
+
+
 def test_a_turn_of_a_spare_conversation_is_aborted(trainer):
     def seconds(conversation, turn):
         return 10.0 if conversation % 5 == 4 else 0.0

@@ -43,7 +43,7 @@ from .environments import MAX_LOSSES
 from .rows import Tokens
 
 
-# Conversations at once. Others wait until one has ended.
+# Conversations at once, each of which may have a thread. Others wait until one has ended.
 MOST = 2048
 
 
@@ -101,11 +101,14 @@ class CandidateRun(ABC, Generic[P]):
             What decodes.
         prompts (`PromptBatch`):
             Prompts of all rows.
+        most (`int`, *optional*):
+            Most conversations at once, see `max_concurrent_conversations`.
     """
 
     player_class: type[P]
 
-    def __init__(self, turns: Turns, prompts: RowPrompts) -> None:
+    def __init__(self, turns: Turns, prompts: RowPrompts, most: int | None) -> None:
+        self._most_open = MOST if most is None else min(most, MOST)
         self._turns = turns
         self._prompts = prompts
         self._events: SimpleQueue[Any] = SimpleQueue()
@@ -126,7 +129,7 @@ class CandidateRun(ABC, Generic[P]):
         """Runs the rollout. Raises [`GenerationError`] if the servers fail."""
         self._drops = scheduler.drop_failed_groups
         scheduler.carries_tokens = False  # a conversation whose environment is lost begins again
-        commands = scheduler.start(plans, [EngineLoad("conversations", MOST)], time.perf_counter())
+        commands = scheduler.start(plans, [EngineLoad("conversations", self._most_open)], time.perf_counter())
         try:
             self._execute(scheduler, commands)
             checked = time.perf_counter()

@@ -225,7 +225,7 @@ class SessionCandidates(CandidateRun[SessionPlayer]):
     def __init__(
         self, trainer: Any, play: Play, turns: Turns, prompts: RowPrompts, examples: Sequence[Mapping[str, Any]]
     ) -> None:
-        super().__init__(turns, prompts)
+        super().__init__(turns, prompts, trainer.args.max_concurrent_conversations)
         self._play = play
         self._examples = examples
         self._most: int = trainer.max_completion_length

@@ -65,7 +65,7 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
         messages: Sequence[Any],
         environments: Environments | None = None,
     ) -> None:
-        super().__init__(turns, prompts)
+        super().__init__(turns, prompts, trainer.args.max_concurrent_conversations)
         self._loop = loop
         self._parse = parse
         self._messages = messages
