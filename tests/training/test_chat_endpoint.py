@@ -1,8 +1,11 @@
 """Conversations that a program leads with OpenAI's client, on a real server."""
 
+import asyncio
 import json
+from socket import gethostname
 
 import pytest
+from aiohttp import ClientSession
 from openai import AsyncOpenAI, BadRequestError, InternalServerError
 
 from benchmarks.tool_calls import make_chat_tokenizer
@@ -125,3 +128,16 @@ def test_an_error_of_the_servers_is_not_the_programs(server, model_dir, tmp_path
 
     with pytest.raises(GenerationError, match="no server is left"):
         trainer_of(server, model_dir, tmp_path, play).train()
+
+
+def test_where_it_listens():
+    async def urls():
+        found = []
+        for host in ("127.0.0.1", "0.0.0.0"):
+            async with chat_endpoint(None, host) as url, ClientSession() as client:
+                port = url.rsplit(":", 1)[1].removesuffix("/v1")
+                async with client.get(f"http://127.0.0.1:{port}/v1/models") as response:
+                    found.append((url.removesuffix(f":{port}/v1"), response.status))
+        return found
+
+    assert asyncio.run(urls()) == [("http://127.0.0.1", 404), (f"http://{gethostname()}", 404)]

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from socket import gethostname
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +21,7 @@ from .conversations import Over
 from .sessions import Session
 
 
+ANY = "0.0.0.0"
 MAX_BODY = 64 * 2**20  # bytes of a request
 # Fields of a request that change what is answered, with the values that don't.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -33,7 +35,7 @@ Message = dict[str, Any]
 
 
 @asynccontextmanager
-async def chat_endpoint(session: Session) -> AsyncIterator[str]:
+async def chat_endpoint(session: Session, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """
     Serves `/v1/chat/completions` of OpenAI's API for one conversation, on a port of this machine. What is answered is
     sampled and trained on as [`Session`]'s turns are, with the tokens that were sampled.
@@ -46,9 +48,13 @@ async def chat_endpoint(session: Session) -> AsyncIterator[str]:
     Args:
         session ([`Session`]):
             The conversation, before its first turn.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address of this machine at which the endpoint listens. With `"0.0.0.0"`, programs in containers and on
+            other machines reach it, and so does everybody there: it asks for no key.
 
     Returns:
-        `str`: The base URL, which is that of a client: `AsyncOpenAI(base_url=url, api_key="none")`.
+        `str`: The base URL, which is that of a client: `AsyncOpenAI(base_url=url, api_key="none")`. With `"0.0.0.0"`,
+        it has the name of this machine.
 
     Raises:
         [`GenerationError`]: At the end of the context, if the servers failed, whatever the program made of it.
@@ -67,8 +73,8 @@ async def chat_endpoint(session: Session) -> AsyncIterator[str]:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        await web.TCPSite(runner, host, 0).start()
+        yield f"http://{gethostname() if host == ANY else host}:{runner.addresses[0][1]}/v1"
     finally:
         await runner.cleanup()
         if endpoint.error is not None:

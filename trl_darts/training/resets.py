@@ -40,11 +40,11 @@ def reset_together(trainer: Any, examples: Sequence[Mapping[str, Any]]) -> ExitS
         arguments = [reset_arguments(trainer, example) for example in examples]
         pools = [trainer._environment_pool[name] for name in names]
         makes = [factories[name] for name in names]
-        for own in threads.map(_reset, pools, places, makes, arguments):
-            if own is not None:
-                attributes = vars(own.environment)
-                attributes["reset"] = own
-                told.callback(attributes.pop, "reset", None)
+        found = list(threads.map(_reset, pools, places, makes, arguments))
+    for own in filter(None, found):
+        attributes = vars(own.environment)
+        attributes["reset"] = own
+        told.callback(attributes.pop, "reset", None)
     return told
 
 
