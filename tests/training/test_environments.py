@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,24 @@ def test_instances_are_made_once():
     first = [environments.take(0), environments.take(1)]
     environments = Environments(trainer, [], [])
     assert [environments.take(0), environments.take(1)] == first == made
+
+
+def test_they_are_made_at_once_and_one_that_fails_is_nobodys():
+    together, number = threading.Barrier(3), count()
+
+    def factory(name):
+        together.wait(60)
+        if next(number) == 0:
+            raise RuntimeError("no room")
+        return Game(name)
+
+    _, environments = batch([None], factory=factory)
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(environments.take, 0) for _ in range(3)]
+    made = [own.result() for own in futures if own.exception() is None]
+    assert len(made) == 2
+    together = threading.Barrier(1)
+    assert all(environments.take(0) is not own for own in made)
 
 
 @pytest.mark.parametrize(

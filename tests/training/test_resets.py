@@ -108,6 +108,25 @@ def test_what_is_lost_is_replaced(game, caplog):
         reset_together(trainer, rows)
 
 
+def test_what_is_lost_while_it_is_made(game, caplog):
+    losses, lock = [1, 1], threading.Lock()
+
+    class Fragile(game):
+        def __init__(self, name=None):
+            super().__init__(name)
+            with lock:
+                if losses and len(trainer._environment_pool[None]) > 0:
+                    losses.pop()
+                    raise EnvironmentLost("no room")
+
+    trainer, rows = trainer_of([None] * 4, game), rows_of([None] * 4)
+    trainer.environment_factories = {None: Fragile}
+    with reset_together(trainer, rows):
+        assert asked(trainer, rows) == [f" from {i}" for i in range(4)]
+    assert not losses
+    assert sum("was lost while it was made" in message for message in caplog.messages) == 2
+
+
 def test_other_errors_are_raised_as_they_are(game):
     trainer, rows = trainer_of([None] * 2, game), rows_of([None] * 2)
     with pytest.raises(KeyError, match="start"):

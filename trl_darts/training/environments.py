@@ -81,9 +81,16 @@ class Environments:
             self._num_taken[name] += 1
             if self._num_taken[name] <= len(pool):
                 return pool[self._num_taken[name] - 1]
+        # All of the pool are taken. Others may make theirs meanwhile, because it may take long.
+        try:
             instance = self._trainer.environment_factories[name]()
+        except BaseException:
+            with self._lock:
+                self._num_taken[name] -= 1
+            raise
+        with self._lock:
             pool.append(instance)
-            return instance
+        return instance
 
     def reset(self, row: int, instance: Any) -> None:
         """Resets an instance as TRL reset that of its row. Raises if it tells another prompt."""

@@ -36,7 +36,7 @@ def reset_together(trainer: Any, examples: Sequence[Mapping[str, Any]]) -> ExitS
             counts[name] += 1
         for name, count in counts.items():
             pool, make = trainer._environment_pool[name], factories[name]
-            pool.extend(threads.map(lambda _, make=make: make(), range(count - len(pool))))
+            pool.extend(threads.map(_made, [make] * (count - len(pool))))
         arguments = [reset_arguments(trainer, example) for example in examples]
         pools = [trainer._environment_pool[name] for name in names]
         makes = [factories[name] for name in names]
@@ -75,5 +75,15 @@ def _reset(pool: list[Any], place: int, make: Callable[[], Any], arguments: Mapp
             if number + 1 == MAX_LOSSES:
                 raise
             logger.warning(f"`reset` has lost an environment, and another one takes its place: {error}")
-            pool[place] = make()
+            pool[place] = _made(make)
     return None
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """Makes an environment. If it is lost meanwhile, another one is tried."""
+    for number in range(1, MAX_LOSSES):
+        try:
+            return make()
+        except EnvironmentLost as error:
+            logger.warning(f"An environment was lost while it was made, at the {number}. time: {error}")
+    return make()

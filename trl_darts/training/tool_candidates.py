@@ -110,9 +110,8 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
             self._ended(player, played, is_cut)
 
     def _lost(self, player: ToolPlayer, error: EnvironmentLost) -> None:
-        assert self._environments is not None
-        assert player.instance is not None
-        self._environments.retire(player.row, player.instance.environment)
+        if self._environments is not None and player.instance is not None:  # otherwise it was lost while it was made
+            self._environments.retire(player.row, player.instance.environment)
         super()._lost(player, error)
 
     def _play(self, player: ToolPlayer) -> Played:
