@@ -253,7 +253,7 @@ def homes(results: Path) -> str:
     text = f"""
         `python -m benchmarks.homes`: two real servers, 64 conversations of up to eight turns {origin(lines)}. With
         *homes*, a conversation's turns go to the server that has its beginning; *least_loaded* takes no account of
-        it. *small* has homes, and caches that half of the conversations fill; the number is
+        it. *small* has homes, and caches that a dozen conversations fill; the number is
         `max_concurrent_conversations`. Nothing is paced."""
     runs = list(lines.values())
     found = [cells.compare("arm (seeds)", {"": runs}, HOMES, ["homes", "least_loaded"], "homes")]
