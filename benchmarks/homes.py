@@ -5,7 +5,7 @@ What turns of conversations find in the prefix cache: with a home, and where eac
 
 Two real servers, 64 conversations with up to eight turns of some hundred tokens and a tool of 0.05 to 0.5 seconds.
 Stored is the share of prompt tokens that the servers had in their caches, over a rollout, and its seconds. The arms
-with *small* have homes, and a cache of 4,096 tokens on each server, which a dozen conversations fill; the number
+with *small* have homes, and a cache of 4,608 tokens on each server, which a dozen conversations fill; the number
 behind it is `max_concurrent_conversations`.
 """
 
@@ -27,7 +27,7 @@ from trl_darts.scheduling.policies import LeastLoaded
 
 
 COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-SMALL = 128  # blocks
+SMALL = 144  # blocks
 BOUNDS = {"small": None, "small 32": 32, "small 16": 16, "small 8": 8}
 FIELDS = {"max_steps": 2, "per_device_train_batch_size": 64, "max_tool_calling_iterations": 8}
 
