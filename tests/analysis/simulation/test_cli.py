@@ -197,5 +197,7 @@ def test_tools(tmp_path):
     plain, tools = ([*words, "--tool-calls", calls] for calls in (0, 5))
     seconds = [float(rows(*own, output=tmp_path)[0]["rollout_seconds"]) for own in (plain, tools)]
     assert seconds[1] > seconds[0]
-    assert "about 5 calls per conversation" in run(*tools).stdout
+    told = run(*tools, "--schedule", "darts").stdout
+    assert "about 5 calls per conversation" in told
+    assert "the trainer's default with conversations" in " ".join(told.split())
     assert "`--tool-seconds` (2) has no effect without `--tool-calls`" in refused(*words, "--tool-seconds", 2)

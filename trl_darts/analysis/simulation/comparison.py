@@ -218,7 +218,12 @@ def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int, num
 def _remarks(workload: Workload, cluster: ClusterSpec, steps: int, guarded: bool = False) -> list[str]:
     """Returns what limits the validity of the table."""
     remarks = []
-    if guarded:
+    if guarded and workload.tools is not None:
+        remarks.append(
+            f"long_end_every={GUARD_EVERY} is the trainer's default with conversations: one rollout in {GUARD_EVERY} "
+            "waits for all."
+        )
+    elif guarded:
         remarks.append(
             f"long_end_every={GUARD_EVERY} is the trainer's default with an engine in its own process: one rollout in "
             f"{GUARD_EVERY} waits for all answers. With vLLM servers it defers groups with equal rewards instead, "
