@@ -157,6 +157,7 @@ def test_a_server_that_was_left_out_gets_the_weights_when_it_is_back(pair, clien
     assert behind(engine) == [server.base_url for server in pair]
     pool = engine.call(engine.pool())
     for server in pair:
+        come_back(engine, server.base_url)  # otherwise it is not waited for
         assert engine.call(refresh(pool, engine.members[server.base_url], fleet._directory))
         assert max_error(server, model) <= MAX_ERROR
 
