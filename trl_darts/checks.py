@@ -8,6 +8,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
+from .buffer.make import plays_tools
 from .buffer.session_source import SessionRollout
 from .config import DARTSGRPOConfig
 from .data_checks import MAX_CHECKED_PROMPTS, FirstBatch, has_images, prompts_of, unsaved_column
@@ -290,9 +291,8 @@ def _check_limits(trainer: Any) -> None:
 
 
 def _plays_conversations(trainer: Any) -> bool:
-    if trainer._is_vlm or isinstance(trainer.rollout_func, SessionRollout):
-        return not trainer._is_vlm
-    return bool(trainer.tools) and trainer.args.plays_conversations(trainer.environment_factories is not None)
+    leads = isinstance(trainer.rollout_func, SessionRollout) and not trainer._is_vlm
+    return leads or plays_tools(trainer)
 
 
 def _check_seed(trainer: Any) -> None:

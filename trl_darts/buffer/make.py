@@ -54,6 +54,12 @@ def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
     return BufferedBatches(make_policy, admission, args.num_generations, feed, main, tokenize, loop, make_skips)
 
 
+def plays_tools(trainer: Any) -> bool:
+    """Whether candidates are whole conversations with tools. Those of vision-language models may have images."""
+    has_tools = bool(trainer.tools) and not trainer._is_vlm
+    return bool(has_tools and trainer.args.plays_conversations(trainer.environment_factories is not None))
+
+
 def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     """Returns the sources of training and of evaluation. Engines in the trainer's process leave evaluation to TRL."""
     args, batches = trainer.args, trainer._batches
@@ -62,9 +68,7 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
         return SessionSource(trainer), SessionEvaluation(trainer)
     evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
     if batches is None:
-        has_tools = bool(trainer.tools) and not trainer._is_vlm  # whose tools may answer with images
-        plays = has_tools and args.plays_conversations(trainer.environment_factories is not None)
-        return (ToolSource if plays else LoaderSource)(trainer), evaluation
+        return (ToolSource if plays_tools(trainer) else LoaderSource)(trainer), evaluation
     if args.stream_training:
         return WaveSource(trainer, batches), evaluation
     if args.is_continuous:
