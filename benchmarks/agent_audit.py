@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.agents import Waiter, make_caller, tokens
 from benchmarks.servers import make_trainer, training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.scheduling import RolloutResult
+from trl_darts.training.players import Played
 
 
 NUM_PROMPTS, NUM_GENERATIONS = 4, 8
@@ -37,12 +39,13 @@ class AgentAudit:
         self.trainer, self.waiter = trainer, waiter
         self.counts: Counter[str] = Counter()
         self.rollouts: list[tuple[float, float]] = []  # start and end
-        engine, candidates = trainer.vllm_generation.engine, trainer._candidates
-        open_turns = engine.open_turns
+        source: Any = trainer._sources[0]
+        engine = trainer.vllm_generation.engine
+        open_turns, run = engine.open_turns, source.run
 
         def opened(*args: Any) -> Any:
-            run, future = open_turns(*args)
-            take = run.scheduler.take
+            turns, future = open_turns(*args)
+            take = turns.scheduler.take
 
             def taken(group_ids: Any, now: float) -> RolloutResult:
                 result: RolloutResult = take(group_ids, now)
@@ -50,28 +53,22 @@ class AgentAudit:
                 self.counts["resumed"] += result.num_resumed
                 return result
 
-            run.scheduler.take = taken
-            return run, future
+            turns.scheduler.take = taken
+            return turns, future
 
         def audited(*args: Any) -> Any:
-            made, begin = candidates(*args), time.perf_counter()
-            play = made.run
+            begin = time.perf_counter()
+            result = run(*args)
+            self.rollouts.append((begin, time.perf_counter()))
+            self._count(result, source._played)
+            return result
 
-            def run(*own: Any) -> RolloutResult:
-                result: RolloutResult = play(*own)
-                self.rollouts.append((begin, time.perf_counter()))
-                self._count(result, made)
-                return result
+        engine.open_turns, source.run = opened, audited  # type: ignore[method-assign]
 
-            made.run = run  # type: ignore[method-assign]
-            return made
-
-        engine.open_turns, trainer._candidates = opened, audited  # type: ignore[method-assign]
-
-    def _count(self, result: RolloutResult, run: Any) -> None:
+    def _count(self, result: RolloutResult, played: Mapping[int, Played]) -> None:
         self.counts["rows"] += sum(len(group.rows) for group in result.groups)
         self.counts["expected rows"] += NUM_PROMPTS * NUM_GENERATIONS
-        self.counts["answers"] += sum(own.outcome[4] for own in run.played.values())  # as TRL counts calls
+        self.counts["answers"] += sum(own.outcome[4] for own in played.values())  # as TRL counts calls
 
     @property
     def worst(self) -> float:

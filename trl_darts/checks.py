@@ -67,9 +67,21 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
         logger.warning(
             f"With `{turns}`, candidates would be chosen by the first turn of their conversations. So no more are "
             f"sampled than are trained on, {args.num_generations} per prompt, and all are waited for, as with "
-            "`schedule='grpo'`."
+            f"`schedule='grpo'`.{_split_groups(args)}"
         )
     args.check_start()
+
+
+def _split_groups(args: Any) -> str:
+    """Returns the remedy where environments of a group would be on several processes."""
+    num_rows = args.generation_batch_size // args.world_size
+    if not args.plays_conversations(with_environments=False) or num_rows % args.num_generations == 0:
+        return ""
+    return (
+        f" Environments stay on their process: to choose among them, make its {num_rows} rows "
+        f"(`per_device_train_batch_size` × `steps_per_generation`) a multiple of `num_generations` "
+        f"({args.num_generations})."
+    )
 
 
 def _check_rollout_func(args: Any, rollout_func: Callable[..., Any]) -> None:
@@ -279,8 +291,8 @@ def _check_limits(trainer: Any) -> None:
     if args.max_concurrent_conversations is not None and not _plays_conversations(trainer):
         raise ConfigurationError(
             f"`max_concurrent_conversations` ({args.max_concurrent_conversations}) has no effect where candidates are "
-            "not whole conversations: it needs vLLM servers and tools, environments on one process, or a coroutine as "
-            "`rollout_func`. Leave it unset."
+            "not whole conversations: it needs vLLM servers and tools, environments with whole groups on each "
+            "process, or a coroutine as `rollout_func`. Leave it unset."
         )
     limits = [name for name in LIMITS if getattr(args, name) is not None]
     if limits and (trainer._is_vlm or not names):

@@ -437,9 +437,17 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         return self.use_vllm and self.vllm_mode == "colocate"
 
     def plays_conversations(self, with_environments: bool) -> bool:
-        """Whether candidates with tools are whole conversations. All environments must be on one process."""
-        is_here = not with_environments or self.world_size == 1
-        return bool(is_here and self.uses_servers and not self.buffers_prompts and not self.tail_urls)
+        """
+        Whether candidates with tools are whole conversations. An environment stays on its process, so that all rows of
+        a group must be there.
+        """
+        is_whole = self.generation_batch_size // self.world_size % self.num_generations == 0
+        return bool(
+            (is_whole or not with_environments)
+            and self.uses_servers
+            and not self.buffers_prompts
+            and not self.tail_urls
+        )
 
     @property
     def corrects_sequences(self) -> bool:

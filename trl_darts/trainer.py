@@ -58,7 +58,7 @@ from .training.resume import checkpoint_to_resume
 from .training.reused_logprobs import ReusedLogprobs
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards, is_uniform
-from .training.tool_candidates import ToolCandidates
+from .training.tool_players import ToolPlayers
 from .training.waves import Waves
 from .trl_compat import profiling_context, replaced
 from .weights.canary import Canary
@@ -74,9 +74,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     It is TRL's [`~trl.GRPOTrainer`] with the same arguments. For each prompt it samples more candidates than rows are
     trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts
-    the rest; discarded candidates reach neither rewards nor loss. With tools on servers, a candidate is a whole
-    conversation. Evaluation is not over-provisioned, nor are environments on several processes. `_rollout` has a whole
-    rollout in the order in which things happen.
+    the rest; discarded candidates reach neither rewards nor loss. With tools or environments on servers, a candidate
+    is a whole conversation. Evaluation is not over-provisioned. `_rollout` has a whole rollout in the order in which
+    things happen.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -370,10 +370,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all({name: total / len(prompts) for name, total in totals.items()})
         return outcome
 
-    def _candidates(self, parse: Callable[..., Any], turns: Any, batch: PromptBatch, messages: Any) -> ToolCandidates:
-        """Returns a rollout whose candidates are conversations."""
+    def _tool_players(self, parse: Callable[..., Any], batch: PromptBatch) -> ToolPlayers:
+        """Returns what plays this process's conversations with tools."""
+        messages, prompts = list(self._prompts), batch.rows[batch.mine]
         environments = Environments(self, self._batch.inputs, messages) if self.environments else None
-        return ToolCandidates(self, GRPOTrainer._tool_call_loop, parse, turns, batch, messages, environments)
+        return ToolPlayers(self, GRPOTrainer._tool_call_loop, parse, prompts, messages, environments)
 
     def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         serve, score = self._batch.rewards, partial(self._score_rows, self._batch.numbers, *args, **kwargs)

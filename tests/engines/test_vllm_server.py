@@ -104,8 +104,8 @@ def test_tokens_come_without_the_prompt(vllm_server):
 
 
 def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
-    # An abort takes a while on a busy machine: 48 sequences, of which each step takes several milliseconds. So does the
-    # start of a request: the last one that is kept has 100 tokens, so that all have sent a chunk when their group ends.
+    # An abort takes a while on a busy machine: 48 sequences, of which each step takes several milliseconds. So does
+    # the start of a request: the last one that is kept has 100 tokens, so that all have begun when their group ends.
     lengths = {group: [5, 1880, 9, 1870, 12, 100, 1890, 1860] for group in range(6)}
     result = run(engine, body(vllm_server, max_tokens=1900), [8] * 6, overrides=fixed_lengths(lengths))
     assert len(result.groups) == 6

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +32,7 @@ from tests.given_completions import trained as trained_on_given
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
-from trl_darts import Session, record_lengths
+from trl_darts import EnvironmentLost, Session, record_lengths
 from trl_darts.engines import main_process
 from trl_darts.engines.in_process import processes as in_process
 
@@ -146,12 +146,50 @@ class Multiplier:
     multiply = staticmethod(multiply)
 
 
-def call_tools(model_dir: Path, out: Path, url: str | None, **actors: Any) -> dict[str, Any]:
-    """Two rows in five go on with a call, so that loops of tools differ in length from process to process."""
-    reader, turns = Reader(), []
+class Calculator(Multiplier):
+    """One that remembers its answers. The first call on each process loses it."""
+
+    lost: ClassVar[list[Any]] = []
+
+    def reset(self, **kwargs: Any) -> None:
+        """Begins again."""
+        self.answers: list[str] = []
+
+    @wraps(multiply)
+    def multiply(self, a: int, b: int) -> int:  # type: ignore[override]
+        if not self.lost:
+            self.lost.append(self)
+            raise EnvironmentLost("the container is gone")
+        self.answers.append(str(a * b))
+        return a * b
+
+
+class Witness(Reader):
+    """Sees that each row has the environment of its own conversation."""
+
+    def __call__(self, prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
+        environments = kwargs["environments"]
+        assert len(set(map(id, environments))) == len(completions)
+        assert not any(own in Calculator.lost for own in environments)
+        for row, environment in zip(completions, environments, strict=True):
+            answers = [message["content"] for message in row if message["role"] == "tool"]
+            assert answers == environment.answers[: len(answers)]
+        return super().__call__(prompts, completions, completion_ids)
+
+
+def call_tools(
+    model_dir: Path, out: Path, url: str | None, reader: Callable[[], Reader] = Reader, size: int = 8, **actors: Any
+) -> dict[str, Any]:
+    """
+    Two rows in five go on with a call, so that loops of tools differ in length from process to process, which has
+    `size` rows.
+    """
+    turns: list[str] = []
+    own_reader = reader()
     fields = {"max_completion_length": 200, "max_steps": 6, "learning_rate": 0.0, **engine_settings(SERVER, url)}
+    fields["per_device_train_batch_size"] = size
     tokenizer = make_chat_tokenizer([*MULTIPLY, *(f"<{token}>" for token in range(3 * CLASS_SIZE))], tools=True)
-    trainer = tool_trainer(model_dir, out, reader, fields=fields, processing_class=tokenizer, **actors)
+    trainer = tool_trainer(model_dir, out, own_reader, fields=fields, processing_class=tokenizer, **actors)
     rollout, later_turns = trainer._rollout, trainer._engine.turns
     trainer._rollout = lambda *args: turns.append("training") or rollout(*args)
 
@@ -164,9 +202,10 @@ def call_tools(model_dir: Path, out: Path, url: str | None, **actors: Any) -> di
 
     trainer._engine.turns = counted
     trainer.train()
-    rows = [row for batch in reader.batches for row in batch]
+    rows = [row for batch in own_reader.batches for row in batch]
     return {
         "turns": turns,
+        "num_environments": sum(map(len, getattr(trainer, "_environment_pool", {}).values())),
         "calls": [[text for m in row[1] if m["role"] == "assistant" for text in said(m)[1:]] for row in rows],
         "answers": [[message["content"] for message in tool_messages(row)] for row in rows],
         "log": [{name: value for name, value in line.items() if "/" in name} for line in trainer.state.log_history],
@@ -324,7 +363,8 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
         "tools": partial(call_tools, tools=[multiply]),
-        "environments": partial(call_tools, environment_factory=Multiplier),
+        "environments": partial(call_tools, reader=Witness, environment_factory=Calculator),
+        "split groups": partial(call_tools, size=6, environment_factory=Multiplier),
         "sessions": lead_sessions,
     },
     "fsdp2": {
@@ -356,6 +396,7 @@ NEED_A_SERVER = {
     "streamed",
     "tools",
     "environments",
+    "split groups",
     "sessions",
     "ahead",
     "continuous",

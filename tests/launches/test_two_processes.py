@@ -282,43 +282,60 @@ def check_answers(rank):
         assert answers == [MULTIPLY[call] for call in calls[: len(answers)]]
 
 
-@pytest.mark.vllm
-def test_the_main_process_plays_the_conversations_of_all(launches):
-    """More than are trained on, and each process has its rows with what tools said."""
-    ranks = launches("ddp", "tools")
+def check_candidates(ranks, num_rows):
+    """More than are trained on, and no process decodes turns of its own."""
     assert any(rank["answers"] for rank in ranks)
     for rank in ranks:
         check_answers(rank)
-        assert rank["turns"].count("training") == 6
-    assert "later" not in ranks[1]["turns"]
+        assert rank["turns"] == ["training"] * 6
+        assert len(rank["calls"]) == 6 * num_rows
     log = [line for line in ranks[0]["log"] if "darts/budget/total" in line]
-    assert all(float(line["darts/budget/total"]) > 16.0 for line in log)
+    assert all(float(line["darts/budget/total"]) > 2 * num_rows for line in log)
     assert sum(float(line["darts/rollout/aborted_candidates"]) for line in log) > 0
     assert sum(float(line["darts/tools/turns"]) for line in log) > 0.0
+    return log
+
+
+@pytest.mark.vllm
+def test_each_process_plays_the_conversations_of_its_rows(launches):
+    check_candidates(launches("ddp", "tools"), 8)
+
+
+@pytest.mark.vllm
+def test_spare_environments_are_on_the_process_of_their_rows(launches):
+    """Rewards see those of the kept conversations, and a lost one is replaced."""
+    ranks = launches("ddp", "environments")
+    log = check_candidates(ranks, 8)
+    assert all(rank["num_environments"] > 8 for rank in ranks)
+    assert sum(float(line["darts/tools/lost_environments"]) for line in log) == 2  # one on each
 
 
 @pytest.mark.vllm
 def test_tool_loops_of_different_length(launches):
-    """Their later turns differ in number, and no process waits for the other's."""
-    ranks = launches("ddp", "environments")
+    """
+    Where a group's environments are on two processes, none are chosen among. Later turns differ in number, and no
+    process waits for the other's.
+    """
+    ranks = launches("ddp", "split groups")
     later = [turns_per_step(rank["turns"]) for rank in ranks]
     assert len(later[0]) == len(later[1]) == 6
     assert later[0] != later[1]  # else nothing was tested
     for rank in ranks:
         assert any(rank["answers"])
         check_answers(rank)
+        assert rank["num_environments"] == 6
     totals = [float(line["darts/budget/total"]) for line in ranks[0]["log"] if "darts/budget/total" in line]
-    assert {*totals} == {16.0}  # no candidate is chosen by its first turn
+    assert {*totals} == {12.0}  # no candidate is chosen by its first turn
 
 
 @pytest.mark.vllm
-def test_coroutines_lead_the_conversations_of_all(launches):
-    """In the main process, more than are trained on, and each process has its rows with their rewards."""
+def test_coroutines_lead_the_conversations_of_each_process(launches):
+    """More than are trained on, and each process has its rows with their rewards."""
     ranks = launches("ddp", "sessions")
-    assert not ranks[1]["led"]
-    assert len(ranks[0]["led"]) > 2 * 16
-    assert len(ranks[0]["evaluated"]) == 8
+    assert sum(len(rank["led"]) for rank in ranks) > 2 * 16
     for rank in ranks:
+        assert len(rank["led"]) >= 2 * 8
+        assert len(rank["evaluated"]) == 4
         assert len(rank["seen"]) == 4 + 2 * 8
         assert all(reward == ord(letter) for letter, _, reward in rank["seen"])
         assert all(2 < length <= 13 for _, length, _ in rank["seen"])

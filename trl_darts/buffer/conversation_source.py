@@ -9,16 +9,18 @@ from itertools import accumulate, pairwise
 from statistics import mean
 from typing import Any, Self
 
-from accelerate.utils import gather_object
-
 from ..engines.batch import PromptBatch
 from ..engines.engine import OnProgress
 from ..scheduling import RolloutResult
 from ..streaming import decode_completions
 from ..telemetry.metrics import RolloutRecord
-from ..training.candidates import CandidateRun, Played
+from ..training.candidates import CandidateRun
 from ..training.conversations import Outcome, joined
+from ..training.players import Played, Players
+from ..training.remote_players import Link, RemotePlayers, RemoteStage
 from ..training.rows import KeptRows, repeated_groups
+from ..training.tool_players import ToolPlayers
+from .batch import Prompts
 from .sources import LoaderSource
 
 
@@ -37,7 +39,10 @@ class KeptConversations(KeptRows):
 
 
 class ConversationSource(LoaderSource):
-    """The loader's batches, with conversations on servers. The main process leads all of them."""
+    """
+    The loader's batches, with conversations on servers. Each process plays those of its rows, and the main one decides
+    and decodes.
+    """
 
     rows_class = KeptConversations
 
@@ -48,26 +53,29 @@ class ConversationSource(LoaderSource):
         self._metrics: dict[str, float] = {}
 
     @abstractmethod
-    def given(self) -> list[Any]:
-        """Returns what a conversation needs to know of each of this process's rows."""
-
-    @abstractmethod
-    def candidates(self, turns: Any, batch: PromptBatch, given: list[Any]) -> CandidateRun[Any]:
-        """Returns the rollout of a batch, with what is given of all rows."""
+    def players(self, batch: PromptBatch) -> Players[Any]:
+        """Returns what plays the conversations of this process's rows."""
 
     def run(
         self, plan: Any, batch: PromptBatch, on_progress: OnProgress | None, meanwhile: Callable[[], None] | None
     ) -> RolloutResult | None:
-        given = gather_object(self.given())
+        main, converse = self.trainer._main, self.trainer._engine.converse
+        players = self.players(batch)
+        link = Link(main.mailbox, main.mailbox.next_exchange()) if main.num_processes > 1 else None
+        if link is not None and not main.is_here:
+            stage = RemoteStage(link, players)
+            with players.on(stage):
+                converse(0, None, stage.tend)
+            return None
 
         def play(turns: Any) -> RolloutResult:
-            run = self.candidates(turns, batch, given)
+            others = None if link is None else RemotePlayers(link)
+            run = CandidateRun(turns, batch, players, others, self.trainer.args.max_concurrent_conversations)
             result = run.run(plan.scheduler, plan.groups, on_progress)
             self._played, self._num_lost = run.played, run.num_lost
             return result
 
-        num_candidates = 0 if plan is None else sum(group.num_candidates for group in plan.groups)
-        result: RolloutResult | None = self.trainer._engine.converse(num_candidates, play, meanwhile)
+        result: RolloutResult | None = converse(sum(group.num_candidates for group in plan.groups), play)
         return result
 
     def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptConversations:
@@ -110,19 +118,17 @@ class ToolSource(ConversationSource):
 
     rows_class = KeptToolConversations
 
-    def given(self) -> list[Any]:
-        return list(self.trainer._prompts)
+    def players(self, batch: PromptBatch) -> Players[Any]:
+        self._tool_players: ToolPlayers = self.trainer._tool_players(partial(decode_completions, self.trainer), batch)
+        return self._tool_players
 
-    def candidates(self, turns: Any, batch: PromptBatch, given: list[Any]) -> CandidateRun[Any]:
-        run: CandidateRun[Any] = self.trainer._candidates(
-            partial(decode_completions, self.trainer), turns, batch, given
-        )
-        return run
-
-    def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptConversations:
-        rows = super().collect(result, batch)
-        if self.trainer.environments:  # those of the candidates that are kept, for rewards
-            self.trainer.environments[:] = [own.environment for own in rows.played]
+    def sample(self, prompts: Prompts) -> KeptConversations:
+        rows: Any = super().sample(prompts)
+        environments = self.trainer.environments
+        if environments:  # those of the candidates that are kept, for rewards
+            acted_on = self._tool_players.acted_on
+            others = list(acted_on.values()) or environments  # for filler rows, whose conversations may be elsewhere
+            environments[:] = [acted_on.get(own.candidate_id, others[0]) for own in rows.played]
         return rows
 
 

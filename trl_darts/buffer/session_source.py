@@ -3,8 +3,7 @@
 from typing import Any
 
 from ..engines.batch import PromptBatch
-from ..training.candidates import CandidateRun
-from ..training.sessions import Play, SessionCandidates
+from ..training.sessions import Play, SessionPlayers
 from .batch import Prompts
 from .conversation_source import ConversationSource
 from .sources import EvaluationSource
@@ -13,11 +12,9 @@ from .sources import EvaluationSource
 class SessionSource(ConversationSource):
     """Conversations that coroutines lead."""
 
-    def given(self) -> list[Any]:
-        return list(self.trainer._batch.inputs)
-
-    def candidates(self, turns: Any, batch: PromptBatch, given: list[Any]) -> CandidateRun[Any]:
-        return SessionCandidates(self.trainer, self.trainer.rollout_func.play, turns, batch, given)
+    def players(self, batch: PromptBatch) -> SessionPlayers:
+        trainer = self.trainer
+        return SessionPlayers(trainer, trainer.rollout_func.play, batch.rows[batch.mine], trainer._batch.inputs)
 
 
 class SessionEvaluation(EvaluationSource, SessionSource):

@@ -38,6 +38,7 @@ class Mailbox:
         self.process_index = process_index
         self._num_read = 0
         self._num_announced = 0
+        self._num_exchanges = 0
 
     @classmethod
     def open(cls, process_index: int, num_processes: int) -> "Mailbox":
@@ -53,6 +54,11 @@ class Mailbox:
         if store is None:
             store = TCPStore(host, port, num_processes, is_master=False, wait_for_workers=False)
         return cls(store, process_index, num_processes, key)
+
+    def next_exchange(self) -> int:
+        """Returns a number that tells the messages of a rollout from others. Called on every process."""
+        self._num_exchanges += 1
+        return self._num_exchanges
 
     def post(self, receiver: int, message: Any) -> None:
         """Sends a message; returns at once."""

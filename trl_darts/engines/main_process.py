@@ -103,17 +103,17 @@ class MainProcess:
         Raises an error on the other processes, which wait for the main process. Called on the main process. Returns
         once they have received the error, or after a timeout, because the store ends with this process.
         """
-        self.mailbox.announce(_pickled(error))
+        self.mailbox.announce(pickle.dumps(portable(error)))
         deadline, waiting = time.monotonic() + RECEIVED_TIMEOUT_S, self.num_processes - 1
         while waiting and time.monotonic() < deadline:
             waiting -= self.mailbox.receive().count(RECEIVED)
             time.sleep(POLL_S)
 
 
-def _pickled(error: Exception) -> bytes:
+def portable(error: BaseException) -> BaseException:
+    """Returns an error that another process can unpickle, with its message."""
     try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-        return data
-    except Exception:  # the error can't be pickled
-        return pickle.dumps(GenerationError(f"{type(error).__name__}: {error}"))
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return GenerationError(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """
-Candidates that are whole conversations. Each is played by what leads it, and the scheduler of a rollout decides which
-ones are waited for:
+A rollout whose candidates are whole conversations. The scheduler decides which ones are waited for, each process plays
+those of its rows, and the main one decodes:
 
 ```
 Submit ──▶ turn ─▶ tools ─▶ turn ─▶ … ──▶ TokensArrived, CandidateEnded
@@ -8,19 +8,16 @@ Abort  ──▶ its turn is aborted, or its tool's answer not waited for
 ```
 
 To the scheduler, a candidate's tokens are those that the model decoded, over all turns. What waits for tools runs, and
-holds no slot of a server. Conversations are led by TRL's loop (`tool_candidates.py`) or by a coroutine
-(`sessions.py`).
+holds no slot of a server.
 """
 
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future
+from itertools import accumulate
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..errors import ConfigurationError, EnvironmentLost, GenerationError
 from ..scheduling import (
@@ -38,21 +35,28 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.ledger import Ledger
-from .conversations import POLL_S, Over, Turn, Turns
+from .conversations import POLL_S, Turn, Turns
 from .environments import MAX_LOSSES
+from .players import Key, Played, Players
+from .remote_players import RemotePlayers
 from .rows import Tokens
 
 
 # Conversations at once, each of which may have a thread. Others wait until one has ended.
 MOST = 2048
+REMOTE_POLL_S = 0.005
 
 
 class RowPrompts(Protocol):
-    """Prompts of all rows."""
+    """Prompts of all rows, in the order of the processes."""
 
     @property
-    def rows(self) -> list[Tokens]:
-        """Tokens of each row's prompt."""
+    def sizes(self) -> list[int]:
+        """Rows of each process."""
+
+    @property
+    def owners(self) -> list[int]:
+        """Process of each row."""
 
     @property
     def num_generations(self) -> int:
@@ -62,57 +66,40 @@ class RowPrompts(Protocol):
         """Returns the row with the prompt of a group's candidate."""
 
 
-@dataclass
-class Played:
-    """What became of a candidate."""
-
-    tokens: Turn  # that `_generate_single_turn` returns: of the first turn with TRL's loop, otherwise of all
-    outcome: Any  # of TRL's loop with this row alone, or of the coroutine
-    num_turns: int
-    acting_s: float  # seconds between its turns
-    environment: Any = None  # on which it acted
-
-
-@dataclass
-class Player:
-    """A candidate that is being played."""
-
-    candidate_id: int
-    segment: int
-    row: int
-    is_first: bool  # in the environment that TRL has reset for the row
-    over: threading.Event = field(default_factory=threading.Event)
-    num_tokens: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.candidate_id, self.segment
-
-
-P = TypeVar("P", bound=Player)
-
-
-class CandidateRun(ABC, Generic[P]):
+class CandidateRun:
     """
-    A rollout whose candidates are conversations. Its public methods are called in the main thread.
+    A rollout of conversations, on the main process.
 
     Args:
         turns (`Turns`):
             What decodes.
         prompts (`PromptBatch`):
             Prompts of all rows.
+        players (`Players`):
+            What plays the conversations of this process.
+        others (`RemotePlayers`, *optional*):
+            Those of the other processes.
         most (`int`, *optional*):
             Most conversations at once, see `max_concurrent_conversations`.
     """
 
-    player_class: type[P]
-
-    def __init__(self, turns: Turns, prompts: RowPrompts, most: int | None) -> None:
-        self._most_open = MOST if most is None else min(most, MOST)
+    def __init__(
+        self,
+        turns: Turns,
+        prompts: RowPrompts,
+        players: Players[Any],
+        others: RemotePlayers | None = None,
+        most: int | None = None,
+    ) -> None:
         self._turns = turns
         self._prompts = prompts
+        self._players = players
+        self._others = others
+        self._most_open = MOST if most is None else min(most, MOST)
+        self._owners = prompts.owners
+        self._first_rows = [0, *accumulate(prompts.sizes)]  # of each process
         self._events: SimpleQueue[Any] = SimpleQueue()
-        self._players: dict[int, P] = {}  # by candidate
+        self._num_tokens: Counter[Key] = Counter()
         self._error: BaseException | None = None  # of our own, or of what leads a conversation
         self._drops = False  # whether a prompt that can't be answered costs its group alone
         self._losses: Counter[int] = Counter()  # of environments, by candidate
@@ -130,7 +117,7 @@ class CandidateRun(ABC, Generic[P]):
         self._drops = scheduler.drop_failed_groups
         scheduler.carries_tokens = False  # a conversation whose environment is lost begins again
         commands = scheduler.start(plans, [EngineLoad("conversations", self._most_open)], time.perf_counter())
-        try:
+        with self._players.on(self):
             self._execute(scheduler, commands)
             checked = time.perf_counter()
             while not scheduler.done:
@@ -140,15 +127,13 @@ class CandidateRun(ABC, Generic[P]):
                     self._turns.tend()
                     if on_progress is not None:
                         on_progress(scheduler.ledger)
-        finally:
-            for player in self._players.values():
-                self._end(player)
-            self._close()
         return scheduler.result()
 
     def _handle_next(self, scheduler: Scheduler) -> None:
+        if self._others is not None:
+            self._others.tend(self)
         try:
-            event = self._events.get(timeout=POLL_S)
+            event = self._events.get(timeout=POLL_S if self._others is None else REMOTE_POLL_S)
         except Empty:
             return
         if self._error is not None:
@@ -160,62 +145,73 @@ class CandidateRun(ABC, Generic[P]):
             if isinstance(command, Abort):
                 self._abort(scheduler, command)
             elif isinstance(command, Submit):
-                row = self._prompts.row_of(command.group_id, command.index)
-                is_first = command.index < self._prompts.num_generations and not self._losses[command.candidate_id]
-                player = self.player_class(command.candidate_id, command.segment, row, is_first)
-                self._players[player.candidate_id] = player
-                self._begin(player)
+                self._submit(command)
+
+    def _submit(self, command: Submit) -> None:
+        row = self._prompts.row_of(command.group_id, command.index)
+        owner = self._owners[row]
+        is_first = command.index < self._prompts.num_generations and not self._losses[command.candidate_id]
+        part = command.candidate_id, command.segment, row - self._first_rows[owner], is_first
+        if owner == 0:
+            self._players.begin(*part)
+        else:
+            assert self._others is not None
+            self._others.begin(owner, *part)
 
     def _abort(self, scheduler: Scheduler, command: Abort) -> None:
-        self._end(self._players[command.candidate_id])
+        players: Any = self._others if self._others and command.candidate_id in self._others else self._players
+        players.end(command.candidate_id)
         candidate, now = scheduler.ledger.find(command.candidate_id), time.perf_counter()
         assert candidate is not None
         key = command.candidate_id, command.segment, candidate.length
         event = CandidateEnded(*key, [], None, FinishReason.ABORT, now)
         self._execute(scheduler, scheduler.handle(event))
 
-    @abstractmethod
-    def _begin(self, player: P) -> None:
-        """Starts to play a conversation, and returns at once."""
+    # What players tell, see [`Stage`]
 
-    @abstractmethod
-    def _end(self, player: P) -> None:
-        """Ends a conversation that nobody waits for. It may have ended before."""
+    def start(self, key: Key, turn: int, tokens: Tokens, most: int) -> Future[Turn]:
+        decoding = self._turns.start(key[0], turn, tokens, most)
+        told: Future[Turn] = Future()
 
-    @abstractmethod
-    def _close(self) -> None:
-        """Called when the rollout is over, and its conversations were ended."""
+        def tell(own: Future[Turn]) -> None:
+            if not told.set_running_or_notify_cancel():
+                return
+            error = CancelledError() if own.cancelled() else own.exception()
+            if error is not None:
+                told.set_exception(error)
+            else:
+                self._decoded(key, own.result())  # before the conversation can end
+                told.set_result(own.result())
 
-    # Called by what leads a conversation, in any thread
+        told.add_done_callback(lambda own: own.cancelled() and decoding.cancel())
+        decoding.add_done_callback(tell)
+        return told
 
-    def _decoded(self, player: P, turn: Turn) -> None:
-        key = *player.key, player.num_tokens
-        player.num_tokens += len(turn[0])
-        self._events.put(TokensArrived(*key, *turn, time.perf_counter()))
+    def _decoded(self, key: Key, turn: Turn) -> None:
+        event = TokensArrived(*key, self._num_tokens[key], *turn, time.perf_counter())
+        self._num_tokens[key] += len(turn[0])
+        self._events.put(event)
 
-    def _ended(self, player: P, played: Played, is_cut: bool) -> None:
-        self.played[player.candidate_id] = played
+    def ended(self, key: Key, played: Played, is_cut: bool) -> None:
+        self.played[key[0]] = played
         reason, now = FinishReason.LENGTH if is_cut else FinishReason.STOP, time.perf_counter()
-        self._events.put(CandidateEnded(*player.key, player.num_tokens, [], None, reason, now))
+        self._events.put(CandidateEnded(*key, self._num_tokens[key], [], None, reason, now))
 
-    def _failed(self, player: P, error: BaseException) -> None:
-        """Says why a conversation has ended without a result. Nobody hears of one that was ended from here."""
-        if isinstance(error, Over) or (isinstance(error, CancelledError) and player.over.is_set()):
-            return
+    def failed(self, key: Key, error: BaseException) -> None:
         now = time.perf_counter()
         if isinstance(error, EnvironmentLost):
-            self._lost(player, error)
+            self._lost(key, error)
         elif isinstance(error, GenerationError) or (self._drops and isinstance(error, ConfigurationError)):
-            self._events.put(CandidateFailed(*player.key, str(error), now))
+            self._events.put(CandidateFailed(*key, str(error), now))
         else:
             self._error = error
             self._events.put(None)
 
-    def _lost(self, player: P, error: EnvironmentLost) -> None:
+    def _lost(self, key: Key, error: EnvironmentLost) -> None:
         """Has a conversation begin again, unless it has lost too many environments."""
-        self._losses[player.candidate_id] += 1
+        self._losses[key[0]] += 1
         now = time.perf_counter()
-        if (losses := self._losses[player.candidate_id]) < MAX_LOSSES:
-            self._events.put(CandidateErred(*player.key, str(error), now))
+        if (losses := self._losses[key[0]]) < MAX_LOSSES:
+            self._events.put(CandidateErred(*key, str(error), now))
         else:
-            self._events.put(CandidateFailed(*player.key, f"{error} ({losses} environments in a row)", now))
+            self._events.put(CandidateFailed(*key, f"{error} ({losses} environments in a row)", now))

@@ -51,7 +51,7 @@ class Instance:
 
 class Environments:
     """
-    Instances for the candidates of a batch, all of whose rows are on this process.
+    Instances for the candidates of this process's rows in a batch.
 
     Args:
         trainer (`DARTSGRPOTrainer`):

@@ -23,9 +23,9 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError, GenerationError
-from .candidates import CandidateRun, Played, Player, RowPrompts
 from .chat_format import ChatFormat
-from .conversations import Over, Turn, Turns
+from .conversations import Over, Turn
+from .players import Played, Player, Players
 from .rows import Tokens
 
 
@@ -183,11 +183,11 @@ class Session:
         self.mask += [0] * len(tokens)
         return True
 
-    def _played(self) -> tuple[Played, bool]:
+    def _played(self, candidate_id: int) -> tuple[Played, bool]:
         """Returns what became of it, and whether there was no room for its end."""
         tokens = self.completion_ids, self.logprobs
         led = Led(self.prompt_ids, self.mask, self.reward)
-        played = Played(tokens, led, self._num_turns, self._acting_s)
+        played = Played(candidate_id, tokens, led, self._num_turns, self._acting_s)
         return played, self._is_full or self.num_left <= 0
 
 
@@ -203,19 +203,17 @@ class SessionPlayer(Player):
     led: Future[None] = field(init=False)
 
 
-class SessionCandidates(CandidateRun[SessionPlayer]):
+class SessionPlayers(Players[SessionPlayer]):
     """
-    A rollout of conversations that coroutines lead, all in one thread.
+    Conversations that coroutines lead, all in one thread.
 
     Args:
         trainer (`DARTSGRPOTrainer`):
             The trainer.
         play (`Callable`):
             The coroutine function.
-        turns (`Turns`):
-            What decodes.
-        prompts (`PromptBatch`):
-            Prompts of all rows.
+        prompts (`list[list[int]]`):
+            Prompt of each of this process's rows.
         examples (`Sequence[Mapping[str, Any]]`):
             Data of each row.
     """
@@ -223,10 +221,11 @@ class SessionCandidates(CandidateRun[SessionPlayer]):
     player_class = SessionPlayer
 
     def __init__(
-        self, trainer: Any, play: Play, turns: Turns, prompts: RowPrompts, examples: Sequence[Mapping[str, Any]]
+        self, trainer: Any, play: Play, prompts: Sequence[Tokens], examples: Sequence[Mapping[str, Any]]
     ) -> None:
-        super().__init__(turns, prompts, trainer.args.max_concurrent_conversations)
+        super().__init__()
         self._play = play
+        self._prompts = prompts
         self._examples = examples
         self._most: int = trainer.max_completion_length
         self._writer = Writer(trainer)
@@ -261,7 +260,7 @@ class SessionCandidates(CandidateRun[SessionPlayer]):
 
     async def _lead(self, player: SessionPlayer) -> None:
         example = dict(self._examples[player.row])
-        prompt, decode = list(self._prompts.rows[player.row]), partial(self._decode, player)
+        prompt, decode = list(self._prompts[player.row]), partial(self._decode, player)
         session = Session(example["prompt"], prompt, self._most, self._writer, decode)
         try:
             await self._play(session, example)
@@ -274,7 +273,7 @@ class SessionCandidates(CandidateRun[SessionPlayer]):
         except BaseException as error:
             self._failed(player, error)
         else:
-            self._ended(player, *session._played())
+            self._stage.ended(player.key, *session._played(player.candidate_id))
 
     def _failed(self, player: SessionPlayer, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
@@ -286,6 +285,4 @@ class SessionCandidates(CandidateRun[SessionPlayer]):
     async def _decode(self, player: SessionPlayer, number: int, tokens: Tokens, most: int) -> Turn:
         if player.over.is_set():  # also for coroutines that go on when they are cancelled
             raise Over
-        turn = await asyncio.wrap_future(self._turns.start(player.candidate_id, number, tokens, most))
-        self._decoded(player, turn)
-        return turn
+        return await asyncio.wrap_future(self._stage.start(player.key, number, tokens, most))

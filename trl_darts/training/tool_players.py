@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import EnvironmentLost
-from .candidates import CandidateRun, Played, Player, RowPrompts
-from .conversations import POLL_S, Outcome, OwnTurns, Turn, Turns, Views
+from .conversations import POLL_S, Outcome, OwnTurns, Turn, Views
 from .environments import Environments, Instance
+from .players import Played, Player, Players
 from .rows import Tokens
 
 
@@ -32,9 +32,9 @@ class ToolPlayer(Player):
     turn: Future[Any] | None = None  # that decodes
 
 
-class ToolCandidates(CandidateRun[ToolPlayer]):
+class ToolPlayers(Players[ToolPlayer]):
     """
-    A rollout of conversations with tools.
+    Conversations with tools.
 
     Args:
         trainer (`DARTSGRPOTrainer`):
@@ -43,14 +43,16 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
             TRL's `_tool_call_loop`.
         parse (`Callable`):
             Reads a completion, as TRL does after the first turn.
-        turns (`Turns`):
-            What decodes.
-        prompts (`PromptBatch`):
-            Prompts of all rows.
+        prompts (`list[list[int]]`):
+            Prompt of each of this process's rows.
         messages (`list`):
             The conversation that is each row's prompt.
         environments (`Environments`, *optional*):
             Those of the candidates.
+
+    Attributes:
+        acted_on (`dict[int, Any]`):
+            Environments of the conversations that have ended, by candidate.
     """
 
     player_class = ToolPlayer
@@ -60,15 +62,16 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
         trainer: Any,
         loop: Loop,
         parse: Parse,
-        turns: Turns,
-        prompts: RowPrompts,
+        prompts: Sequence[Tokens],
         messages: Sequence[Any],
         environments: Environments | None = None,
     ) -> None:
-        super().__init__(turns, prompts, trainer.args.max_concurrent_conversations)
+        super().__init__()
         self._loop = loop
         self._parse = parse
+        self._prompts = prompts
         self._messages = messages
+        self.acted_on: dict[int, Any] = {}
         self._most: int = trainer.max_completion_length
         self._ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         self._views = Views(trainer)
@@ -106,16 +109,19 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
         except BaseException as error:
             self._failed(player, error)
         else:
+            if player.instance is not None:
+                self.acted_on[player.candidate_id] = player.instance.environment
             is_cut = played.outcome[2][0][-1] not in self._ends  # as TRL tells truncated completions
-            self._ended(player, played, is_cut)
+            self._stage.ended(player.key, played, is_cut)
 
-    def _lost(self, player: ToolPlayer, error: EnvironmentLost) -> None:
-        if self._environments is not None and player.instance is not None:  # otherwise it was lost while it was made
-            self._environments.retire(player.row, player.instance.environment)
-        super()._lost(player, error)
+    def _failed(self, player: ToolPlayer, error: BaseException) -> None:
+        instance = player.instance  # `None` if it was lost while it was made
+        if isinstance(error, EnvironmentLost) and self._environments is not None and instance is not None:
+            self._environments.retire(player.row, instance.environment)
+        super()._failed(player, error)
 
     def _play(self, player: ToolPlayer) -> Played:
-        prompt, messages = self._prompts.rows[player.row], copy.deepcopy(self._messages[player.row])
+        prompt, messages = self._prompts[player.row], copy.deepcopy(self._messages[player.row])
         row = 0  # whose tools it has: without environments, those of all
         if self._environments is not None:
             row = player.row
@@ -128,8 +134,7 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
         own: Any = [messages], [prompt], [list(first[0])], [completion], logprobs, None, {}
         outcome = self._loop(view, *own)
         self._check(player)
-        environment = None if player.instance is None else player.instance.environment
-        return Played(first, outcome, turns.count, turns.acting_s, environment)
+        return Played(player.candidate_id, first, outcome, turns.count, turns.acting_s)
 
     def _enter(self, player: ToolPlayer, environments: Environments) -> None:
         take = environments.of_row if player.is_first else environments.take
@@ -144,9 +149,8 @@ class ToolCandidates(CandidateRun[ToolPlayer]):
 
     def _decode(self, player: ToolPlayer, turn_number: int, tokens: Tokens, most: int) -> Turn:
         self._check(player)
-        player.turn = self._turns.start(player.candidate_id, turn_number, tokens, most)
+        player.turn = self._stage.start(player.key, turn_number, tokens, most)
         if player.over.is_set():  # since before there was a turn to cancel
             player.turn.cancel()
         turn: Turn = player.turn.result()
-        self._decoded(player, turn)
         return turn

@@ -20,8 +20,9 @@ from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler
 from trl_darts.scheduling.policies import DualEnd
 from trl_darts.streaming import decode_completions
+from trl_darts.training.candidates import CandidateRun
 from trl_darts.training.conversations import joined
-from trl_darts.training.tool_candidates import ToolCandidates
+from trl_darts.training.tool_players import ToolPlayers
 
 
 pytestmark = pytest.mark.vllm  # TRL imports it
@@ -78,11 +79,12 @@ def run_of(trainer, turns, messages, batch):
     def parse(*args):
         return decode_completions(trainer, *args)
 
-    return ToolCandidates(trainer, LOOP, parse, turns, batch, messages)
+    players = ToolPlayers(trainer, LOOP, parse, batch.rows, messages)
+    return CandidateRun(turns, batch, players, most=trainer.args.max_concurrent_conversations), players
 
 
 def play(trainer, turns, messages, batch, num_candidates=M, policies=None, drops=False):
-    run = run_of(trainer, turns, messages, batch)
+    run, _ = run_of(trainer, turns, messages, batch)
     plans = [GroupPlan(i, num_candidates) for i in range(len(batch.rows) // M)]
     scheduler = Scheduler(policies or SchedulePolicies(), M, drops)
     return run, run.run(scheduler, plans)
@@ -140,15 +142,14 @@ def test_open_at_once(trainer, monkeypatch, most):
     monkeypatch.setattr(trainer.args, "max_concurrent_conversations", most)
     opened, turns = [], Turns(trainer.processing_class, lambda conversation, turn: 0.01)
     messages, batch = prompts_of(trainer, 6)
-    run = run_of(trainer, turns, messages, batch)
-    begin = run._begin
+    run, players = run_of(trainer, turns, messages, batch)
+    begin = players.begin
 
-    def counted(player):
-        ended = len(run.played)
-        opened.append(len(run._players) - ended)
-        begin(player)
+    def counted(*part):
+        begin(*part)
+        opened.append(len(opened) + 1 - len(run.played))
 
-    run._begin = counted
+    players.begin = counted
     result = run.run(Scheduler(SchedulePolicies(), M), [GroupPlan(i, M) for i in range(6)])
     assert [len(group.rows) for group in result.groups] == [M] * 6
     assert len(opened) == 6 * M
