@@ -90,14 +90,16 @@ class AgentAudit:
         return counts["rows"] == counts["expected rows"] and not counts["threads left"] and self.worst <= TOLERANCE
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, **sizes: int) -> Path:
     """Saves a chain whose turns take long enough to be interrupted."""
-    return make_caller(directory, THINKING)
+    return make_caller(directory, THINKING, **sizes)
 
 
-def audited_trainer(urls: list[str], model_dir: Path, seed: int, output_dir: str, **fields: Any) -> AgentAudit:
-    """Returns the audit of a trainer whose conversations call a tool of 0.05 to 0.5 s."""
-    waiter = Waiter(seed, longest_s=0.5)
+def audited_trainer(
+    urls: list[str], model_dir: Path, seed: int, output_dir: str, answer: str = "done", **fields: Any
+) -> AgentAudit:
+    """Returns the audit of a trainer whose conversations call a tool of 0.05 to 0.5 s, which says an answer."""
+    waiter = Waiter(seed, longest_s=0.5, answer=answer)
     return AgentAudit(agent_trainer(urls, model_dir, seed, output_dir, {"tools": [waiter.tool()]}, **fields), waiter)
 
 

@@ -59,10 +59,11 @@ LIMIT = 600  # tokens of a conversation after its prompt
 
 
 class Waiter:
-    """A tool that takes its time, by a random generator of its own."""
+    """A tool that takes its time, by a random generator of its own, and then says an answer."""
 
-    def __init__(self, seed: int, longest_s: float = LONGEST_S) -> None:
+    def __init__(self, seed: int, longest_s: float = LONGEST_S, answer: str = "done") -> None:
         self._rng, self._lock, self._longest_s = random.Random(seed), threading.Lock(), longest_s
+        self._answer = answer
         self.num_calls = 0
 
     def tool(self) -> Any:
@@ -79,12 +80,12 @@ class Waiter:
                 seconds = MEDIAN_S * math.exp(SIGMA * self._rng.gauss(0, 1))
                 self.num_calls += 1
             time.sleep(min(max(seconds, SHORTEST_S), self._longest_s))
-            return "done"
+            return self._answer
 
         return wait
 
 
-def make_caller(directory: Path, thinking: int = THINKING) -> Path:
+def make_caller(directory: Path, thinking: int = THINKING, **sizes: int) -> Path:
     """Saves a chain that thinks for a mean number of tokens, and then calls the tool or ends."""
     tokenizer = make_chat_tokenizer([CALL], tools=True)
     # Without the space, which decoding drops: each turn would call again what the turns before it called.
@@ -95,7 +96,7 @@ def make_caller(directory: Path, thinking: int = THINKING) -> Path:
     leaves = 1 / thinking
     table[x, x], table[x, call], table[x, end] = 1 - leaves, CALL_SHARE * leaves, (1 - CALL_SHARE) * leaves
     table[call, x], table[call, end] = 1e-7, 1.0
-    return save_model(chain_model(table / table.sum(1, keepdim=True)), tokenizer, directory)
+    return save_model(chain_model(table / table.sum(1, keepdim=True), **sizes), tokenizer, directory)
 
 
 @contextmanager

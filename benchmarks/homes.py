@@ -1,18 +1,19 @@
 """
 What turns of conversations find in the prefix cache: with a home, and where each turn goes to the least loaded server.
 
-    python -m benchmarks.homes [--arms homes,least_loaded] [--seeds 0,1,2]
+    python -m benchmarks.homes [--arms homes,least_loaded,small,long] [--seeds 0,1,2]
 
 Two real servers, 64 conversations with up to eight turns of some hundred tokens and a tool of 0.05 to 0.5 seconds.
 Stored is the share of prompt tokens that the servers had in their caches, over a rollout, and its seconds. The arms
 with *small* have homes, and a cache of 4,608 tokens on each server, which a dozen conversations fill; the number
-behind it is `max_concurrent_conversations`.
+behind it is `max_concurrent_conversations`. Those with *long* have answers of a thousand tokens, and a cache of 32,768
+tokens on each server, which a dozen conversations fill too; they are not trained on.
 """
 
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,19 +28,26 @@ from trl_darts.scheduling.policies import LeastLoaded
 
 
 COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-SMALL = 144  # blocks
-BOUNDS = {"small": None, "small 32": 32, "small 16": 16, "small 8": 8}
+BLOCKS = {"small": 144, "long": 1024}  # of each server's cache
+LONGEST = {"long": 13_000}  # tokens of a conversation, otherwise 4096
+BOUNDS = {f"{kind} {most or ''}".strip(): most for kind in BLOCKS for most in (None, 32, 16, 8)}
+LONG_ANSWER = "y" * 1000
 FIELDS = {"max_steps": 2, "per_device_train_batch_size": 64, "max_tool_calling_iterations": 8}
 
 
+class Sampled(Exception):
+    """Ends a training after its first rollout."""
+
+
 @contextmanager
-def pair(num_blocks: int | None) -> Iterator[tuple[list[VLLMServer], Path]]:
-    """Yields two servers with so many blocks of cache, and the model's directory."""
+def pair(kind: str) -> Iterator[tuple[list[VLLMServer], Path]]:
+    """Yields two servers with the caches of a kind of arms, and the model's directory."""
     with TemporaryDirectory() as directory, ExitStack() as stack:
-        model_dir = agent_audit.make_model(Path(directory) / "caller")
-        options = {"max_model_len": 4096, "max_num_seqs": 64, "block_size": 32, "enable_prompt_tokens_details": True}
-        if num_blocks is not None:
-            options["num_gpu_blocks_override"] = num_blocks
+        model_dir = agent_audit.make_model(Path(directory) / "caller", max_position_embeddings=max(LONGEST.values()))
+        options = {"max_num_seqs": 64, "block_size": 32, "enable_prompt_tokens_details": True}
+        options["max_model_len"] = LONGEST.get(kind, 4096)
+        if kind in BLOCKS:
+            options["num_gpu_blocks_override"] = BLOCKS[kind]
         yield [stack.enter_context(start_vllm_server(model_dir, **options)) for _ in range(2)], model_dir
 
 
@@ -107,16 +115,34 @@ def counted(servers: list[VLLMServer]) -> list[float]:
     return [sum(server.metric(name) for server in servers) for name in COUNTERS]
 
 
+def audited(
+    urls: list[str], model_dir: Path, seed: int, directory: str, is_long: bool, fields: dict[str, Any]
+) -> agent_audit.AgentAudit:
+    """Returns the audit of a trainer, which only samples if answers are long."""
+    if not is_long:
+        return agent_audit.audited_trainer(urls, model_dir, seed, directory, **fields)
+    fields = {**fields, "max_completion_length": LONGEST["long"] - 1000}
+    audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, LONG_ANSWER, **fields)
+
+    def stop(*args: Any) -> None:
+        raise Sampled
+
+    source: Any = audit.trainer._sources[0]
+    source.collect = stop
+    return audit
+
+
 def run(shared: Shared, arm: str, seed: int) -> dict[str, Any]:
-    """Trains for two steps."""
-    servers, model_dir = shared(pair, SMALL if arm in BOUNDS else None)
+    """Trains for two steps. With long answers, samples for one."""
+    kind = arm.split()[0]
+    servers, model_dir = shared(pair, kind if kind in BLOCKS else "")
     before, by_turn = counted(servers), ByTurn()
     turns.Homes = NoHomes if arm == "least_loaded" else Homes  # type: ignore[misc, assignment]
     fields = FIELDS | {"max_concurrent_conversations": BOUNDS.get(arm)}
     with TemporaryDirectory() as directory:
         urls = [server.base_url for server in servers]
-        audit = agent_audit.audited_trainer(urls, model_dir, seed, directory, **fields)
-        with by_turn.of(audit.trainer.vllm_generation.engine):
+        audit = audited(urls, model_dir, seed, directory, kind == "long", fields)
+        with by_turn.of(audit.trainer.vllm_generation.engine), suppress(Sampled):
             audit.trainer.train()
         audit.trainer.vllm_generation.engine.close()
     queried, hit = (after - own for after, own in zip(counted(servers), before, strict=True))

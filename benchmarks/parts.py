@@ -260,12 +260,14 @@ def homes(results: Path) -> str:
         `python -m benchmarks.homes`: two real servers, 64 conversations of up to eight turns {origin(lines)}. With
         *homes*, a conversation's turns go to the server that has its beginning; *least_loaded* takes no account of
         it. *small* has homes, and caches that a dozen conversations fill; the number is
-        `max_concurrent_conversations`. Nothing is paced."""
+        `max_concurrent_conversations`. In *long*, tools answer with a thousand tokens, and caches are as much larger.
+        Nothing is paced."""
     runs = list(lines.values())
     found = [cells.compare("arm (seeds)", {"": runs}, HOMES, ["homes", "least_loaded"], "homes")]
-    if small := [run for run in runs if run["arm"].startswith("small")]:
-        arms = list(dict.fromkeys(run["arm"] for run in small))
-        found.append(cells.compare("arm (seeds)", {"": small}, SMALL_CACHE, arms, "small"))
+    for kind in ("small", "long"):
+        if own := [run for run in runs if run["arm"].startswith(kind)]:
+            arms = list(dict.fromkeys(run["arm"] for run in own))
+            found.append(cells.compare("arm (seeds)", {"": own}, SMALL_CACHE, arms, kind))
     return section("Homes of conversations", text, *found)
 
 

@@ -61,13 +61,15 @@ def test_of_another_than_the_environment_it_is_an_answer():
     assert instance.lost is None
 
 
-def test_nothing_else_acts_on_an_environment_while_a_late_call_does():
+@pytest.mark.parametrize("kind", [0, 1])
+def test_nothing_else_acts_on_an_environment_while_a_late_call_does(kind):
     shell = Shell()
     instance = Instance(shell)
-    run = calls(instance, tool_timeout_s=0.1).wrapped({"run": shell.run})["run"]
+    hang, _ = runs = both(calls(instance, tool_timeout_s=0.1), shell)
+    run = runs[kind]
     assert run(command="ls") == "ran ls"
     with pytest.raises(TimeoutError, match=r"no answer within `tool_timeout_s` \(0.1 s\)"):
-        run(hangs=True)
+        hang(hangs=True)
     assert instance.is_busy
     with pytest.raises(TimeoutError, match="still busy"):
         run(command="ls")

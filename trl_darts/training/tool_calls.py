@@ -59,8 +59,6 @@ class ToolCalls:
                 seconds, limit = self._deadline()
                 if seconds == math.inf:
                     return tool(**arguments)
-                if instance is not None and instance.is_busy:
-                    raise TimeoutError("the environment is still busy with a call that missed its deadline")
                 answer = _started(tool, arguments)
                 wait([answer], seconds)
                 if not answer.done():
@@ -94,7 +92,12 @@ class ToolCalls:
 
     @contextmanager
     def _noted(self, name: str, instance: Instance | None) -> Iterator[None]:
-        """Notes an answer of a stop tool, and that an environment is lost. To TRL's loop, its error is an answer."""
+        """
+        Notes an answer of a stop tool, and that an environment is lost. To TRL's loop, its error is an answer. Raises
+        as long as another call acts on the environment.
+        """
+        if instance is not None and instance.is_busy:
+            raise TimeoutError("the environment is still busy with a call that missed its deadline")
         try:
             yield
         except EnvironmentLost as error:
