@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from tests.builders import letters_dataset, make_args, make_trainer
-from trl_darts import DARTSGRPOTrainer
+from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.checks import (
     check_arguments,
     check_path,
@@ -321,3 +321,17 @@ def test_long_ends_that_are_mostly_cut_are_told_once(caplog, ratio, fields, warn
         warn_of_cut_long_ends(settings, [ratio] * count)
     assert len(caplog.messages) == warns
     assert not warns or f"was {ratio:.2f} over the first 8 rollouts: with 4 prompts per batch" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "is_split"), [(6, True), (8, False)])
+def test_where_environments_of_a_group_are_on_several_processes_a_line_says_so(
+    tmp_path, caplog, monkeypatch, size, is_split
+):
+    monkeypatch.setattr(DARTSGRPOConfig, "world_size", 2)
+    fields = {"per_device_train_batch_size": size, "use_vllm": True, "vllm_mode": "server"}
+    for turns in ("tools", "environment_factory"):
+        args = make_args(tmp_path, **fields)
+        check_arguments(args, None, turns)
+        assert args.over_provisions == (turns == "tools" or not is_split)
+    words = [message for message in caplog.messages if "make its 6 rows (`per_device_train_batch_size`" in message]
+    assert len(words) == is_split
