@@ -222,6 +222,7 @@ NUMBERS: dict[str, Number] = {
     "padding.tail": Number("padding.jsonl", _padding),
     **{f"step.{prompt}": _step(prompt) for prompt in (128, 512, 2048)},
     **{f"peers.{arm}": _peers(arm, _as_early, "async-4") for arm in ("grpo", "default", "continuous")},
+    **{f"peers.{arm}.waves": _peers(f"{arm} waves", _as_early, arm) for arm in ("grpo", "default")},
     "peers.continuous.kept": _peers("continuous", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.async.kept": _peers("async-4", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.default.kept": _peers("default", lambda own, _: own["kept_over_plain"], "grpo"),
