@@ -170,12 +170,22 @@ def _cores(arm: str, value: Callable[[Run], float]) -> Number:
     return Number(name, lambda: [value(run) for run in lines_of(name) if run["arm"] == arm], mean)
 
 
-def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callable[..., str] = ratio) -> Number:
+def _paired(
+    file: str, arm: str, base: str, value: Callable[[Run, Run], float], form: Callable[..., str] = ratio
+) -> Number:
     def values() -> list[float]:
-        found = {(run["arm"], run["seed"]): run for run in lines_of("peers.jsonl")}
+        found = {(run["arm"], run["seed"]): run for run in lines_of(file)}
         return [value(run, found[base, seed]) for (name, seed), run in found.items() if name == arm]
 
-    return Number("peers.jsonl", values, form)
+    return Number(file, values, form)
+
+
+def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callable[..., str] = ratio) -> Number:
+    return _paired("peers.jsonl", arm, base, value, form)
+
+
+def _agents(arm: str, base: str) -> Number:
+    return _paired("agents.jsonl", arm, base, lambda own, base: float(base["seconds"] / own["seconds"]))
 
 
 def _epochs(value: Callable[[Run, Run], float], form: Callable[..., str] = ratio, skips: bool = False) -> Number:
@@ -222,7 +232,8 @@ NUMBERS: dict[str, Number] = {
     "padding.tail": Number("padding.jsonl", _padding),
     **{f"step.{prompt}": _step(prompt) for prompt in (128, 512, 2048)},
     **{f"peers.{arm}": _peers(arm, _as_early, "async-4") for arm in ("grpo", "default", "continuous")},
-    **{f"peers.{arm}.waves": _peers(f"{arm} waves", _as_early, arm) for arm in ("grpo", "default")},
+    "agents.grpo": _agents("grpo", "lockstep"),
+    "agents.default": _agents("default", "grpo"),
     "peers.continuous.kept": _peers("continuous", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.async.kept": _peers("async-4", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.default.kept": _peers("default", lambda own, _: own["kept_over_plain"], "grpo"),
