@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from benchmarks.agents import Waiter, make_caller, tokens
 from benchmarks.servers import make_trainer, training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.scheduling import RolloutResult
-from trl_darts.training.players import Played
 
 
 NUM_PROMPTS, NUM_GENERATIONS = 4, 8
@@ -60,15 +58,15 @@ class AgentAudit:
             begin = time.perf_counter()
             result = run(*args)
             self.rollouts.append((begin, time.perf_counter()))
-            self._count(result, source._played)
+            self._count(result, source)
             return result
 
         engine.open_turns, source.run = opened, audited  # type: ignore[method-assign]
 
-    def _count(self, result: RolloutResult, played: Mapping[int, Played]) -> None:
+    def _count(self, result: RolloutResult, source: Any) -> None:
         self.counts["rows"] += sum(len(group.rows) for group in result.groups)
         self.counts["expected rows"] += NUM_PROMPTS * NUM_GENERATIONS
-        self.counts["answers"] += sum(own.outcome[4] for own in played.values())  # as TRL counts calls
+        self.counts["answers"] += sum(own.outcome[4] for own in source._played.values())  # as TRL counts calls
 
     @property
     def worst(self) -> float:

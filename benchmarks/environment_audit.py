@@ -124,17 +124,18 @@ class EnvironmentAudit(AgentAudit):
             self._sandboxes.kill()
             self.counts["environments killed"] += 1
 
-    def _count(self, result: Any, run: Any) -> None:
-        super()._count(result, run)
-        self.counts["environments lost"] += run.num_lost
-        for own in run.played.values():
+    def _count(self, result: Any, source: Any) -> None:
+        super()._count(result, source)
+        self.counts["environments lost"] += source._num_lost
+        for own in source._played.values():
+            num_calls = source._tool_players.acted_on[own.candidate_id]._num_calls
             said = [m["content"] for m in own.outcome[1][0] if m["role"] == "tool"]
             told = [int(text.split()[1]) for text in said if text.startswith("job")]
             late = sum("no answer within" in text for text in said)
-            self.counts["calls"] += own.environment._num_calls
+            self.counts["calls"] += num_calls
             self.counts["late"] += late
             self.counts["busy"] += sum("still busy" in text for text in said)
-            asked = set(range(1, own.environment._num_calls + 1))
+            asked = set(range(1, num_calls + 1))
             # One may be left over whose answer was too long for the conversation.
             fits = set(told) <= asked and len(asked) - len(told) - late in (0, 1)
             self.counts["wrong"] += not (fits and told == sorted(set(told)))
