@@ -29,8 +29,12 @@ def last(results: Path, name: str, *keys: str, **only: Any) -> dict[Any, Line]:
 
 def section(title: str, text: str, *blocks: str) -> str:
     """Joins a heading, its text, and tables or further text."""
-    prose = textwrap.fill(" ".join(text.split()), 119, break_long_words=False, break_on_hyphens=False)
-    return "\n\n".join([f"## {title}", prose, *blocks])
+    return "\n\n".join([f"## {title}", prose(text), *blocks])
+
+
+def prose(text: str) -> str:
+    """Fills lines."""
+    return textwrap.fill(" ".join(text.split()), 119, break_long_words=False, break_on_hyphens=False)
 
 
 def origin(lines: Mapping[Any, Line]) -> str:
@@ -89,7 +93,20 @@ def peers(results: Path) -> str:
         takes {runs[0]["per_token"]:g} s for each token, which is in no column of the last table."""
     made = [cells.compare("arm (seeds)", {"": runs}, own, arms, base) for own in (PEERS_GAINED, PEERS_SPENT)]
     parts = cells.table(["seconds between two steps", *names.values(), "rest (s)"], rows)
-    return section("Beside TRL's AsyncGRPO", text, *made, parts)
+    return section("Beside TRL's AsyncGRPO", text, *made, parts, *_peers_with_waves(results))
+
+
+def _peers_with_waves(results: Path) -> list[str]:
+    """Of another machine, so beside a default of its own."""
+    lines = last(results, "peers_waves", "arm", "seed")
+    runs = list(lines.values())
+    if not runs:
+        return []
+    text = f"""
+        With `stream_training` ("waves"), on another machine {origin(lines)}, whose seconds are not those above. The
+        speed-up is over its own *default*."""
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    return [prose(text), cells.compare("arm (seeds)", {"": runs}, PEERS_GAINED, arms, "default")]
 
 
 PEERS_SMOLLM2: cells.Columns = {

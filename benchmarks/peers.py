@@ -9,7 +9,8 @@ takes `--per-token` seconds for each token that is trained on, 30 % of a step of
 (`stream_training`, eight micro-batches) in each pass, since passes run while others decode. AsyncGRPO gets what it
 lacks on a CPU (`async_grpo.py`); the number behind it is its `max_staleness`. All arms have the same data, the same
 constant learning rate and the same number of rows, and begin from the same model. The clock starts with the training,
-when all processes run. The arms of a seed follow each other.
+when all processes run. The arms of a seed follow each other. Trainers have one thread for PyTorch, as `accelerate
+launch` gives to each of several processes: with one for each core, a pass waits for a core that the server has.
 
 The primary metric, named before any run: seconds until the exact held-out reward of plain sampling is `TARGET`. It was
 chosen from GRPO's arm in the stored runs of `training.py`, which has 0.463 to 0.466 after 25 steps (five seeds). An
@@ -29,6 +30,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
@@ -202,6 +204,7 @@ def our_trainer(
 def run(shared: Shared, seed: int, arm: str, steps: int, per_token: float) -> dict[str, Any]:
     """Trains one arm."""
     server = shared(server_of, "tail")
+    torch.set_num_threads(1)
     with TemporaryDirectory() as directory:
         FileTransfer(server.url, directory).load(server.start)
         if arm.startswith("async"):
@@ -215,7 +218,7 @@ def run(shared: Shared, seed: int, arm: str, steps: int, per_token: float) -> di
             trainer.vllm_generation.engine.close()
     pace = server.pace().since(before)
     found = summary(clock.steps, log_of(trainer))
-    return {"steps": steps, "per_token": per_token, **found, "engine": asdict(pace)}
+    return {"steps": steps, "per_token": per_token, "threads": 1, **found, "engine": asdict(pace)}
 
 
 def summary(steps: list[dict[str, float]], log: dict[int, dict[str, float]]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ token that it trains on, which were measured before with no such sleep, as a GPU
 each other, from the same model, with the same prompts.
 
 Stored are means over all steps but the first: seconds of a step, of its rollout, of waiting for it, of scoring, of
-weight sync, and of passes. A step of *grpo* takes rollout and passes one after the other. The table compares each arm
-with the longer one of them.
+weight sync, and of passes. Trainers have one thread for PyTorch, as in `peers.py`. A step of *grpo* takes rollout and
+passes one after the other. The table compares each arm with the longer one of them.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import parts
 from benchmarks.async_grpo import FileTransfer
@@ -53,6 +54,7 @@ METRICS = {
 
 def train(server: Server, seed: int, arm: str, steps: int, seconds_per_token: float) -> dict[str, float]:
     """Returns the means of an arm's steps."""
+    torch.set_num_threads(1)
     with TemporaryDirectory() as directory:
         FileTransfer(server.url, directory).load(server.start)
         micro = {"per_device_train_batch_size": ROWS // MICRO_BATCHES, "gradient_accumulation_steps": MICRO_BATCHES}
