@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from benchmarks.cells import mean, ratio, table
-from benchmarks.lines import RESULTS, ROOT
+from benchmarks.lines import RESULTS, ROOT, latest
 from benchmarks.speedups import (
     KNOWN,
     NEW,
@@ -171,10 +172,10 @@ def _cores(arm: str, value: Callable[[Run], float]) -> Number:
 
 
 def _paired(
-    file: str, arm: str, base: str, value: Callable[[Run, Run], float], form: Callable[..., str] = ratio
+    file: str, arm: str, base: str, value: Callable[[Run, Run], float], form: Callable[..., str] = ratio, **only: Any
 ) -> Number:
     def values() -> list[float]:
-        found = {(run["arm"], run["seed"]): run for run in lines_of(file)}
+        found = latest(lines_of(file), "arm", "seed", **only)
         return [value(run, found[base, seed]) for (name, seed), run in found.items() if name == arm]
 
     return Number(file, values, form)
@@ -232,6 +233,14 @@ NUMBERS: dict[str, Number] = {
     "padding.tail": Number("padding.jsonl", _padding),
     **{f"step.{prompt}": _step(prompt) for prompt in (128, 512, 2048)},
     **{f"peers.{arm}": _peers(arm, _as_early, "async-4") for arm in ("grpo", "default", "continuous")},
+    **{
+        f"peers.one.{arm}": _paired("peers_later.jsonl", arm, "async-4", _as_early, threads=1)
+        for arm in ("default", "continuous")
+    },
+    "peers.rollout": _peers("default", lambda own, _: own["parts"]["wait"], "grpo", mean),
+    "peers.one.rollout": _paired(
+        "peers_later.jsonl", "default", "async-4", lambda own, _: own["parts"]["wait"], mean, threads=1
+    ),
     "agents.grpo": _agents("grpo", "lockstep"),
     "agents.default": _agents("default", "grpo"),
     "peers.continuous.kept": _peers("continuous", lambda own, _: own["kept_over_plain"], "grpo"),

@@ -93,20 +93,21 @@ def peers(results: Path) -> str:
         takes {runs[0]["per_token"]:g} s for each token, which is in no column of the last table."""
     made = [cells.compare("arm (seeds)", {"": runs}, own, arms, base) for own in (PEERS_GAINED, PEERS_SPENT)]
     parts = cells.table(["seconds between two steps", *names.values(), "rest (s)"], rows)
-    return section("Beside TRL's AsyncGRPO", text, *made, parts, *_peers_with_waves(results))
+    return section("Beside TRL's AsyncGRPO", text, *made, parts, *_peers_later(results))
 
 
-def _peers_with_waves(results: Path) -> list[str]:
-    """Of another machine, so beside a default of its own."""
-    lines = last(results, "peers_waves", "arm", "seed")
-    runs = list(lines.values())
-    if not runs:
-        return []
-    text = f"""
-        With `stream_training` ("waves"), on another machine {origin(lines)}, whose seconds are not those above. The
-        speed-up is over its own *default*."""
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
-    return [prose(text), cells.compare("arm (seeds)", {"": runs}, PEERS_GAINED, arms, "default")]
+def _peers_later(results: Path) -> list[str]:
+    """Of another machine, so beside arms of its own, by the threads of the trainer."""
+    blocks = []
+    for threads, base in ((1, "async-4"), (2, "default")):
+        lines = last(results, "peers_later", "arm", "seed", threads=threads)
+        if runs := list(lines.values()):
+            arms = list(dict.fromkeys(run["arm"] for run in runs))
+            text = f"""
+                On another machine {origin(lines)}, whose seconds are not those above, with {threads} of PyTorch's
+                threads in each trainer. *Waves* have `stream_training`. Speed-ups are over its own *{base}*."""
+            blocks += [prose(text), cells.compare("arm (seeds)", {"": runs}, PEERS_GAINED, arms, base)]
+    return blocks
 
 
 PEERS_SMOLLM2: cells.Columns = {
