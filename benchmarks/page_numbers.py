@@ -186,7 +186,7 @@ def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callab
 
 
 def _agents(arm: str, base: str) -> Number:
-    return _paired("agents.jsonl", arm, base, lambda own, base: float(base["seconds"] / own["seconds"]))
+    return _paired("agents.jsonl", arm, base, _as_fast)
 
 
 def _epochs(value: Callable[[Run, Run], float], form: Callable[..., str] = ratio, skips: bool = False) -> Number:
@@ -197,6 +197,10 @@ def _epochs(value: Callable[[Run, Run], float], form: Callable[..., str] = ratio
         return [value(run, found["grpo", seed]) for (name, seed), run in found.items() if name == arm]
 
     return Number("epochs.jsonl", values, form)
+
+
+def _as_fast(own: Run, base: Run) -> float:
+    return float(base["seconds"] / own["seconds"])
 
 
 def _as_early(own: Run, base: Run) -> float:
@@ -241,6 +245,11 @@ NUMBERS: dict[str, Number] = {
     "peers.one.rollout": _paired(
         "peers_later.jsonl", "default", "async-4", lambda own, _: own["parts"]["wait"], mean, threads=1
     ),
+    **{
+        f"{arm}.{name}": _paired("waves.jsonl", own, base, _as_fast, share=share)
+        for arm, own, base in (("waves", "waves", "grpo"), ("waves.darts", "darts waves", "darts"))
+        for name, share in (("fifth", 0.2), ("half", 0.5), ("whole", 1.0))
+    },
     "agents.grpo": _agents("grpo", "lockstep"),
     "agents.default": _agents("default", "grpo"),
     "peers.continuous.kept": _peers("continuous", lambda own, _: own["kept_over_plain"], "grpo"),
