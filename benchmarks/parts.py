@@ -383,11 +383,10 @@ def _step_table(size: str, correction: str, checkpointing: str, lines: Mapping[i
             rows.append([f"{prompt} tokens: {arm}", median(own), cells.ratio(quotients(theirs, own)), computed, mib])
     line = next(iter(lines.values()))
     worst = np.nanmax([apart for line in lines.values() for apart in line["gradient"].values()])
-    text = textwrap.fill(
+    text = prose(
         f"**Model {size}, correction for sampling log-probs {correction}, gradient checkpointing {checkpointing}.** "
         f"{line['rows'].replace(' by 4', '')}. Gradients differ from TRL's by at most {worst:.0e} of their norm. "
-        f"{line['machine']['device']}{', beside other programs' * line['machine'].get('busy', False)}.",
-        119,
+        f"{line['machine']['device']}{', beside other programs' * line['machine'].get('busy', False)}."
     )
     header = ["prompt: rows", "s per step", "speed-up over TRL's", "computed", "memory (MiB)"]
     return f"{text}\n\n{cells.table(header, rows)}"

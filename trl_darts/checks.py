@@ -74,12 +74,11 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: s
 
 def _split_groups(args: Any) -> str:
     """Returns the remedy where environments of a group would be on several processes."""
-    num_rows = args.generation_batch_size // args.world_size
-    if not args.plays_conversations(with_environments=False) or num_rows % args.num_generations == 0:
+    if not (args.plays_conversations(with_environments=False) and args.splits_groups):
         return ""
     return (
-        f" Environments stay on their process: to choose among them, make its {num_rows} rows "
-        f"(`per_device_train_batch_size` × `steps_per_generation`) a multiple of `num_generations` "
+        f" Environments stay on their process: to choose among them, make its {args.rows_per_process} rows "
+        "(`per_device_train_batch_size` × `steps_per_generation`) a multiple of `num_generations` "
         f"({args.num_generations})."
     )
 

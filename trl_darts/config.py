@@ -441,13 +441,18 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         Whether candidates with tools are whole conversations. An environment stays on its process, so that all rows of
         a group must be there.
         """
-        is_whole = self.generation_batch_size // self.world_size % self.num_generations == 0
-        return bool(
-            (is_whole or not with_environments)
-            and self.uses_servers
-            and not self.buffers_prompts
-            and not self.tail_urls
-        )
+        is_here = not (with_environments and self.splits_groups)
+        return bool(is_here and self.uses_servers and not self.buffers_prompts and not self.tail_urls)
+
+    @property
+    def rows_per_process(self) -> int:
+        """Rows of a generation batch on each process."""
+        return int(self.generation_batch_size // self.world_size)
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether rows of a group are on several processes."""
+        return self.rows_per_process % self.num_generations != 0
 
     @property
     def corrects_sequences(self) -> bool:

@@ -122,7 +122,7 @@ def rollout(sizes, num_candidates, turns, decoder, policies=None, act=lambda pla
                 time.sleep(0.001)
 
     results, errors = in_threads(lead, *(lambda i=i: follow(i) for i in range(1, len(sizes))))
-    return SimpleNamespace(run=run, result=results[0], errors=errors, actors=actors, mailboxes=mailboxes)
+    return SimpleNamespace(run=run, result=results[0], errors=errors, actors=actors)
 
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) % M == 0)
@@ -242,7 +242,7 @@ def test_a_process_that_breaks_ends_the_rollout():
     main, other = (Link(mailbox, 1) for mailbox in mailboxes)
     actors = Actors([[0], [1]], [1, 1])
     actors.begin = lambda *part: 1 / 0
-    stage, run = RemoteStage(other, actors), None
+    stage = RemoteStage(other, actors)
 
     def follow():
         while True:

@@ -101,6 +101,20 @@ def test_an_error_ends_the_others(server, model_dir, tmp_path):
     assert not any(thread.name == "trl_darts-sessions" for thread in threading.enumerate())
 
 
+def test_servers_that_fail_before_it_begins_leave_no_thread(server, model_dir, tmp_path, monkeypatch):
+    async def play(session: Session, example: dict) -> None:
+        await session.generate(4)
+
+    def turns(num_conversations):
+        raise GenerationError("no server is left")
+
+    trainer = trainer_of(server, model_dir, tmp_path, play)
+    monkeypatch.setattr(trainer._engine, "turns", turns)
+    with pytest.raises(GenerationError, match="no server is left"):
+        trainer.train()
+    assert not any(thread.name == "trl_darts-sessions" for thread in threading.enumerate())
+
+
 def test_bad_input(server, model_dir, tmp_path):
     async def play(session: Session, example: dict) -> None:
         session.append("only I")

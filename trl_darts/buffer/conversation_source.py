@@ -59,6 +59,7 @@ class ConversationSource(LoaderSource):
     def run(
         self, plan: Any, batch: PromptBatch, on_progress: OnProgress | None, meanwhile: Callable[[], None] | None
     ) -> RolloutResult | None:
+        # There is no `meanwhile`: what is computed during a rollout (`Streams`) is refused with conversations.
         main, converse = self.trainer._main, self.trainer._engine.converse
         players = self.players(batch)
         link = Link(main.mailbox, main.mailbox.next_exchange()) if main.num_processes > 1 else None

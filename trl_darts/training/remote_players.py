@@ -105,7 +105,8 @@ class RemoteStage:
 
     def __init__(self, link: Link, players: Players[Any]) -> None:
         self._link = link
-        self._players = players
+        self._methods: dict[str, Callable[..., None]]
+        self._methods = {"begin": players.begin, "end": players.end, "decoded": self._decoded}
         self._turns: dict[tuple[Key, int], Future[Turn]] = {}
         self._told: SimpleQueue[tuple[Any, ...]] = SimpleQueue()  # method and arguments
 
@@ -113,9 +114,7 @@ class RemoteStage:
         """Does what the main process asks for, and tells it what happened. Called repeatedly during the rollout."""
         try:
             for message in self._link.receive():
-                own: dict[str, Callable[..., None]]
-                own = {"begin": self._players.begin, "end": self._players.end, "decoded": self._decoded}
-                own[message.method](*message.arguments)
+                self._methods[message.method](*message.arguments)
             while not self._told.empty():
                 self._link.send(0, *self._told.get())
         except Exception as error:  # otherwise the main process would wait for this one

@@ -14,10 +14,10 @@ async def play(session: Session, example: dict) -> None:
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..errors import ConfigurationError, GenerationError
 from .chat_format import ChatFormat
 from .conversations import Over, Turn
-from .players import Played, Player, Players
+from .players import Played, Player, Players, Stage
 from .rows import Tokens
 
 
@@ -229,10 +229,15 @@ class SessionPlayers(Players[SessionPlayer]):
         self._examples = examples
         self._most: int = trainer.max_completion_length
         self._writer = Writer(trainer)
+
+    @contextmanager
+    def on(self, stage: Stage) -> Iterator[None]:
         self._loop = asyncio.new_event_loop()
         # A thread, since a notebook's main thread has a loop.
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-sessions", daemon=True)
         self._thread.start()
+        with super().on(stage):
+            yield
 
     def _begin(self, player: SessionPlayer) -> None:
         player.led = asyncio.run_coroutine_threadsafe(self._lead(player), self._loop)
