@@ -21,14 +21,14 @@ from .wave_source import WaveSource
 
 def make_feed(trainer: Any) -> PromptFeed:
     """Returns the order of the data for a schedule."""
-    args, loop, num_processes = trainer.args, trainer._loop, trainer.accelerator.num_processes
+    args, loop = trainer.args, trainer._loop
     trainer = weakref.proxy(trainer)
     # Others come in the place of prompts that are dropped or skipped.
     replaces = args.drop_uniform_groups or args.is_continuous or args.skip_uniform_prompts
     runs_ahead = args.scores_early or args.rollout_ahead != 0
     return PromptFeed(
         loop,
-        [{}] * (args.generation_batch_size // num_processes) if args.buffers_prompts else None,
+        [{}] * args.rows_per_process if args.buffers_prompts else None,
         endless=replaces or runs_ahead,
         limit=lambda: loop.num_batches(trainer.state.max_steps) if runs_ahead and not replaces else math.inf,
     )
