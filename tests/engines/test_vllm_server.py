@@ -105,15 +105,16 @@ def test_tokens_come_without_the_prompt(vllm_server):
 
 def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
     # An abort takes a while on a busy machine: 48 sequences, of which each step takes several milliseconds. So does
-    # the start of a request: the last one that is kept has 100 tokens, so that all have begun when their group ends.
-    lengths = {group: [5, 1880, 9, 1870, 12, 100, 1890, 1860] for group in range(6)}
+    # the start of a request: the last one that is kept is long, so that all have begun when their group ends.
+    lengths = {group: [5, 1880, 9, 1870, 12, 600, 1890, 1860] for group in range(6)}
     result = run(engine, body(vllm_server, max_tokens=1900), [8] * 6, overrides=fixed_lengths(lengths))
     assert len(result.groups) == 6
     for group in result.groups:
         assert group.selected == [0, 2, 4, 5]
         aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
         assert [c.index for c in aborted] == [1, 3, 6, 7]
-        assert all(16 <= c.length < 1800 and len(c.logprobs) == c.length for c in aborted)
+        numbers = [(c.length, len(c.logprobs)) for c in aborted]
+        assert all(16 <= length < 1800 and logprobs == length for length, logprobs in numbers), numbers
     wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
 
 
