@@ -151,6 +151,16 @@ def test_nothing_outstanding(rollout):
 
 @settings(max_examples=200)
 @given(rollouts())
+def test_rows_first(rollout):
+    _, engine = run(rollout)
+    for commands in (engine.first_commands, *(commands for _, commands in engine.trace)):
+        submits = [c for c in commands if isinstance(c, Submit)]
+        beyond_rows = [max(0, c.index - NUM_GENERATIONS + 1) for c in submits]
+        assert beyond_rows == sorted(beyond_rows)
+
+
+@settings(max_examples=200)
+@given(rollouts())
 def test_same_trace_same_commands(rollout):
     first, engine = run(rollout)
     second = new_scheduler(rollout)

@@ -126,7 +126,7 @@ def test_scheduler_submits_each_candidate_to_its_engine():
     scheduler = Scheduler(SchedulePolicies(placement=placement), num_generations=4)
     commands = scheduler.start(plans, [EngineLoad(str(i)) for i in range(3)], now=0.0)
     assert all(isinstance(command, Submit) for command in commands)
-    assert [c.group_id for c in commands] == [1] * 4 + [2] * 5 + [0] * 6
+    assert [c.group_id for c in commands] == [1] * 4 + [2] * 4 + [0] * 4 + [2, 0, 0]  # rows, then spare candidates
     assert {(c.group_id, c.index): c.engine_id for c in commands} == {
         (group, index): str(engine) for group, row in enumerate(engines) for index, engine in enumerate(row)
     }

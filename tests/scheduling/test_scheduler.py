@@ -209,7 +209,7 @@ def test_an_engine_that_is_drained_takes_nothing_new_and_keeps_what_it_has():
 
 def test_longest_expected_first_on_the_engine_with_the_least_work():
     policies = SchedulePolicies(placement=LengthOrder({0: 10.0, 1: 100.0, 2: 55.0}))
-    scheduler = Scheduler(policies, 1)
+    scheduler = Scheduler(policies, 2)
     plans = [GroupPlan(i, 2, expected_length=length) for i, length in enumerate([10.0, 100.0, 55.0])]
     commands = scheduler.start(plans, [EngineLoad("a"), EngineLoad("b")], now=0.0)
     assert [(c.group_id, c.engine_id) for c in commands] == [

@@ -17,6 +17,7 @@ duplicates and late ones among them):
 - moves_once: the remaining candidates move to the tail servers once, and back only if these are lost.
 - restarts_whole: if tokens can't be carried, no request has prior tokens, and no row has tokens of two requests.
 - only_attempts_count: no candidate fails because engines were lost before they had its request, or were busy.
+- rows_first: of the candidates that start at once, the first `num_generations` of each group start before the others.
 - dropped_or_complete: with `drop_failed_groups`, each group has either its rows or an error message.
 """
 
@@ -48,6 +49,7 @@ from .types import (
     GroupResult,
     RolloutExpired,
     RolloutResult,
+    Submit,
     TailSwitch,
     TakeTurns,
     TokensArrived,
@@ -363,11 +365,11 @@ class Scheduler:
         self._ready.add(group.group_id)
 
     def _submit(self, now: float) -> list[Command]:
-        """Submits as many waiting candidates as there is room for."""
+        """Submits as many waiting candidates as there is room for, those of rows before spare ones."""
         waiting = self._waiting
         if not waiting:
             return []
-        commands: list[Command] = []
+        submits: list[Submit] = []
         engines = list(self.ledger.engines.values())
         kinds = [[engine for engine in engines if engine.tail == tail] or engines for tail in (False, True)]
         passed: list[Candidate] = []  # candidates whose engine has no room, while others have
@@ -376,14 +378,16 @@ class Scheduler:
             if candidate.state is WAITING:
                 engine_id = self.policies.placement.choose(candidate, self._engines_for(candidate, kinds))
                 if engine_id is not None:
-                    commands.append(self.ledger.submit(candidate, engine_id, now))
+                    submits.append(self.ledger.submit(candidate, engine_id, now))
                 elif any(engine.has_room for engine in engines):
                     passed.append(candidate)
                 else:
                     break
             waiting.popleft()  # submitted, passed over, or aborted before its submission
         waiting.extendleft(reversed(passed))
-        return commands
+        # Servers open some hundred requests a second: a group may be complete before its spare candidates are open.
+        submits.sort(key=lambda submit: max(0, submit.index - self.num_generations + 1))
+        return [*submits]
 
     def _engines_for(self, candidate: Candidate, kinds: Sequence[list[EngineLoad]]) -> list[EngineLoad]:
         """Returns the engines of the candidate's kind, without the one on which it stalled if there are others."""
