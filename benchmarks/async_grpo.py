@@ -88,6 +88,7 @@ class FileTransfer:
         self.url, self.directory, self.version = url, Path(directory), 0
         self._session = requests.Session()
         self._session.trust_env = False
+        self._session.headers["Connection"] = "close"  # a server resets connections that were idle for some seconds
 
     def post(self, path: str, **body: Any) -> None:
         """Sends a request to the server."""
