@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PrinterCallback
 
-from benchmarks import parts
+from benchmarks import training_parts
 from benchmarks.agents import take_lockstep
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.lines import ROOT
@@ -70,7 +70,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"seed": range(5), "arm": list(SCHEDULES)},
     run,
-    parts.agent_example,
+    training_parts.agent_example,
     options={"steps": 20},
     quick={"steps": 6},
     facts=lambda run: {"steps": run["steps"]},

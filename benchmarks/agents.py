@@ -33,7 +33,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import parts
+from benchmarks import training_parts
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.models import VOCAB_SIZE, chain_model, save_model
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
@@ -160,7 +160,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"seed": range(5), "arm": list(ARMS)},
     run,
-    parts.agents,
+    training_parts.agents,
     options={"steps": 1, "rows": 128},
     usual={"seed": [0, 1, 2]},
     quick={"rows": 16},

@@ -22,7 +22,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import parts
+from benchmarks import training_parts
 from benchmarks.async_grpo import FileTransfer
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import TOKENIZER, grade_reward, half_reward, load_model, make_dataset
@@ -105,7 +105,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"world": list(WORLDS), "seed": range(5), "arm": list(ARMS)},
     run,
-    parts.epochs,
+    training_parts.epochs,
     options={"steps": 40, "per_token": PER_TOKEN},
     quick={"steps": 5, "arm": ["grpo", "reuse", "skip"]},
     facts=lambda run: {"steps": run["steps"], "per_token": run["per_token"]},

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks import agent_audit, parts
+from benchmarks import agent_audit, training_parts
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.vllm_server import VLLMServer, start_vllm_server
 from trl_darts.engines import turns, vllm_api
@@ -157,7 +157,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"seed": range(5), "arm": ["homes", "least_loaded", *BOUNDS]},
     run,
-    parts.homes,
+    training_parts.homes,
     usual={"seed": [0, 1, 2]},
 )
 

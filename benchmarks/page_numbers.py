@@ -245,6 +245,10 @@ NUMBERS: dict[str, Number] = {
     "peers.one.rollout": _paired(
         "peers_later.jsonl", "default", "async-4", lambda own, _: own["parts"]["wait"], mean, threads=1
     ),
+    "peers.rows_first": _paired("peers_rows_first.jsonl", "default", "async-4", _as_early),
+    "peers.rows_first.rollout": _paired(
+        "peers_rows_first.jsonl", "default", "async-4", lambda own, _: own["parts"]["wait"], mean
+    ),
     **{
         f"{arm}.{name}": _paired("waves.jsonl", own, base, _as_fast, share=share)
         for arm, own, base in (("waves", "waves", "grpo"), ("waves.darts", "darts waves", "darts"))

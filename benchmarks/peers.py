@@ -34,7 +34,7 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
-from benchmarks import parts
+from benchmarks import training_parts
 from benchmarks.async_grpo import AsyncGRPOTrainer, FileTransfer, async_args
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, load_model, make_dataset
@@ -251,7 +251,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"seed": range(5), "arm": list(ARMS)},
     run,
-    parts.peers,
+    training_parts.peers,
     options={"steps": 30, "per_token": PER_TOKEN},
     quick={"steps": 3, "arm": ["async-4", "grpo", "continuous"]},
     facts=lambda run: {"settings": ARMS[run["arm"]], "steps": run["steps"], "per_token": run["per_token"]},

@@ -20,7 +20,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
-from benchmarks import parts
+from benchmarks import training_parts
 from benchmarks.async_grpo import AsyncGRPOTrainer, FileTransfer, async_args
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.peers import add_metrics, log_of, trained_tokens
@@ -143,7 +143,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"seed": range(3), "arm": list(ARMS)},
     run,
-    parts.peers_smollm2,
+    training_parts.peers_smollm2,
     options={"steps": 6},
     quick={"steps": 2},
     facts=lambda run: {"settings": ARMS[run["arm"]], "steps": run["steps"]},

@@ -14,19 +14,29 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
-from benchmarks import continuous, learning, parts, reasoner, simulator, smollm2, smollm2_rollouts, training
+from benchmarks import (
+    continuous,
+    learning,
+    parts,
+    reasoner,
+    simulator,
+    smollm2,
+    smollm2_rollouts,
+    training,
+    training_parts,
+)
 from benchmarks.lines import RESULTS, ROOT, read
 
 
 PAGE = ROOT / "benchmarks" / "REPORT.md"
 PARTS: tuple[Callable[[Path], str], ...] = (
-    parts.peers,
-    parts.peers_smollm2,
-    parts.waves,
-    parts.agents,
-    parts.agent_example,
-    parts.homes,
-    parts.epochs,
+    training_parts.peers,
+    training_parts.peers_smollm2,
+    training_parts.waves,
+    training_parts.agents,
+    training_parts.agent_example,
+    training_parts.homes,
+    training_parts.epochs,
     parts.gpu,
     parts.padding,
     parts.step,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import parts
+from benchmarks import training_parts
 from benchmarks.async_grpo import FileTransfer
 from benchmarks.harness import Benchmark, Shared, main
 from benchmarks.long_tail import TOKENIZER, load_model, make_dataset
@@ -90,7 +90,7 @@ BENCHMARK = Benchmark(
     __doc__,
     {"share": [0.2, 0.5, 1.0], "seed": range(5), "arm": list(ARMS)},
     run,
-    parts.waves,
+    training_parts.waves,
     options={"steps": 8},
     quick={"steps": 2, "share": [0.5], "seed": [0], "arm": ["grpo", "waves"]},
     facts=lambda run: {"steps": run["steps"]},
