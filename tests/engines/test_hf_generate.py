@@ -43,7 +43,7 @@ def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwarg
     main = MainLink(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
     share = Share(main.slots[0], main, main.scheduler.needs_progress)
     criterion = SchedulerCriterion(share, [EOS])
-    prompts = [[60 + i, 61] for i, n in enumerate(counts) for _ in range(n)]
+    prompts = [[60 + slot.group_id, 61] for slot in share.slots]
     completions = generate(model, criterion, prompts, max_new_tokens, seed)
     criterion.finish(completions)
     share.exchange()
@@ -71,9 +71,11 @@ def test_pruned_groups_end_the_loop(model):
 
 
 def test_tokens_of_the_scheduler_are_those_of_generate(model):
-    result, completions, _ = rollout(model, [6, 7, 5])
-    candidates = [c for group in result.groups for c in group.candidates]
-    for candidate, completion in zip(candidates, completions, strict=True):
+    result, completions, criterion = rollout(model, [6, 7, 5])
+    candidates = {c.candidate_id: c for group in result.groups for c in group.candidates}
+    assert len(candidates) == len(completions)
+    for slot, completion in zip(criterion.share.slots, completions, strict=True):
+        candidate = candidates[slot.candidate_id]
         assert candidate.tokens == completion[: candidate.length]
         if candidate.finish_reason is FinishReason.STOP:
             assert candidate.tokens == completion
