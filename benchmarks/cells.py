@@ -61,6 +61,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def arms_of(runs: Iterable[Run]) -> list[str]:
+    """Returns the arms in the order of their first runs."""
+    return list(dict.fromkeys(run["arm"] for run in runs))
+
+
 def pairs_of(runs: Sequence[Run], arm: str, baseline: str = "grpo") -> Pairs:
     """Pairs the runs of an arm with the baseline's runs of the same seeds."""
     base = {run["seed"]: run for run in runs if run["arm"] == baseline}

@@ -203,6 +203,11 @@ def _as_fast(own: Run, base: Run) -> float:
     return float(base["seconds"] / own["seconds"])
 
 
+def _waited(own: Run, base: Run) -> float:
+    """Returns the mean seconds of waiting for a rollout."""
+    return float(own["parts"]["wait"])
+
+
 def _as_early(own: Run, base: Run) -> float:
     return float(base["seconds_to_target"] / own["seconds_to_target"])
 
@@ -241,14 +246,10 @@ NUMBERS: dict[str, Number] = {
         f"peers.one.{arm}": _paired("peers_later.jsonl", arm, "async-4", _as_early, threads=1)
         for arm in ("default", "continuous")
     },
-    "peers.rollout": _peers("default", lambda own, _: own["parts"]["wait"], "grpo", mean),
-    "peers.one.rollout": _paired(
-        "peers_later.jsonl", "default", "async-4", lambda own, _: own["parts"]["wait"], mean, threads=1
-    ),
+    "peers.rollout": _peers("default", _waited, "grpo", mean),
+    "peers.one.rollout": _paired("peers_later.jsonl", "default", "async-4", _waited, mean, threads=1),
     "peers.rows_first": _paired("peers_rows_first.jsonl", "default", "async-4", _as_early),
-    "peers.rows_first.rollout": _paired(
-        "peers_rows_first.jsonl", "default", "async-4", lambda own, _: own["parts"]["wait"], mean
-    ),
+    "peers.rows_first.rollout": _paired("peers_rows_first.jsonl", "default", "async-4", _waited, mean),
     **{
         f"{arm}.{name}": _paired("waves.jsonl", own, base, _as_fast, share=share)
         for arm, own, base in (("waves", "waves", "grpo"), ("waves.darts", "darts waves", "darts"))

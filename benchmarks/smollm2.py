@@ -177,7 +177,7 @@ def pairs_of(runs: Sequence[Run], arm: str) -> Pairs:
 def speed_table(results: Path, machine: str) -> str:
     """Returns a line for each arm: speed-ups over GRPO's run of the same seed, over as many steps."""
     runs, rows = runs_of(results, machine), []
-    for arm in dict.fromkeys(run["arm"] for run in runs):
+    for arm in cells.arms_of(runs):
         own, pairs = [run for run in runs if run["arm"] == arm], pairs_of(runs, arm)
         seconds = cells.mean([mean_of(run, "step_seconds") for run in own])
         speeds = [
@@ -191,7 +191,7 @@ def speed_table(results: Path, machine: str) -> str:
 def learned_table(results: Path, machine: str) -> str:
     """Returns a line for each arm: plain sampling on prompts that were never trained on."""
     runs, rows = runs_of(results, machine), []
-    for arm in dict.fromkeys(run["arm"] for run in runs):
+    for arm in cells.arms_of(runs):
         own = [run["held_out"].values() for run in runs if run["arm"] == arm and len(run["held_out"]) > 1]
         if ends := [list(scores) for scores in own]:
             before, after = (cells.mean([scores[place]["accuracy"] for scores in ends]) for place in (0, -1))

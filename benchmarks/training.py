@@ -353,7 +353,7 @@ def speedup_with(fixed: float, own: Run, base: Run) -> float:
 def draw(runs: Sequence[Run]) -> Any:
     """Plain sampling's reward against seconds, and its p99 against steps: each seed's line."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms = cells.arms_of(runs)
     for run in runs:
         is_first = run is next(own for own in runs if own["arm"] == run["arm"])
         look = {"color": f"C{arms.index(run['arm'])}", "linewidth": 1.1, "label": run["arm"] if is_first else None}

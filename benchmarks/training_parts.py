@@ -38,7 +38,7 @@ def peers(results: Path) -> str:
     runs = list(lines.values())
     if not runs:
         return ""
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms = cells.arms_of(runs)
     base = "async-4" if "async-4" in arms else arms[0]
     names = {"wait": "rollout (s)", "scoring": "scoring (s)", "sync": "sync (s)", "passes": "passes (s)"}
     rows = []
@@ -68,7 +68,7 @@ def _peers_later(results: Path) -> list[str]:
     for name, threads, base, when in found:
         lines = last(results, name, "arm", "seed", threads=threads)
         if runs := list(lines.values()):
-            arms = list(dict.fromkeys(run["arm"] for run in runs))
+            arms = cells.arms_of(runs)
             text = f"""
                 {when}, on another machine {origin(lines)}, whose seconds are not those above, with {threads} of
                 PyTorch's threads in each trainer. *Waves* have `stream_training`. Speed-ups are over its own
@@ -94,7 +94,7 @@ def peers_smollm2(results: Path) -> str:
     runs = list(lines.values())
     if not runs:
         return ""
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms = cells.arms_of(runs)
     base = "async-4" if "async-4" in arms else arms[0]
     text = f"""
         `python -m benchmarks.peers_smollm2`: SmolLM2-135M with LoRA, trainer and server on the same two cores
@@ -121,7 +121,7 @@ def waves(results: Path) -> str:
     if not lines:
         return ""
     runs = list(lines.values())
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms = cells.arms_of(runs)
     text = f"""
         `python -m benchmarks.waves`: `stream_training` on a real server at [a GPU's pace](#how-it-was-run), where
         passes take a share of the seconds of GRPO's rollout {origin(lines)}. Rollout and passes are those of *grpo*,
@@ -150,7 +150,7 @@ def epochs(results: Path) -> str:
     if not lines:
         return ""
     runs = list(lines.values())
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms = cells.arms_of(runs)
     steps = " and ".join(
         f"{count} steps (*{world}*)" for world, count in {r["world"]: r["steps"] for r in runs}.items()
     )
@@ -251,6 +251,6 @@ def homes(results: Path) -> str:
     found = [cells.compare("arm (seeds)", {"": runs}, HOMES, ["homes", "least_loaded"], "homes")]
     for kind in ("small", "long"):
         if own := [run for run in runs if run["arm"].startswith(kind)]:
-            arms = list(dict.fromkeys(run["arm"] for run in own))
+            arms = cells.arms_of(own)
             found.append(cells.compare("arm (seeds)", {"": own}, SMALL_CACHE, arms, kind))
     return section("Homes of conversations", text, *found)

@@ -28,7 +28,8 @@ BREAK_EVEN_SPREAD = 0.12
 ρ at which spare candidates cost as much time as they save, on engines with a slot for each. In a simulation with the
 latencies that NVIDIA published for Llama-3.1-8B, 0.5 spare candidates per row make rollouts 0.90 times as fast for
 ρ = 0.06, and 1.20 times as fast for 0.26. With few slots a batch is decoded in N·M / slots waves. Spare candidates
-make each wave longer but shorten the tail only once: 1, 2, 4 and 8 waves break even at 0.26, 0.35, 0.6 and 1.3.
+make each wave longer but shorten the tail only once: 1, 2, 4 and 8 waves break even at 0.26, 0.35, 0.6 and 1.3, where
+they start with the rows of their group.
 """
 DEFAULT_REDUNDANCY = 1.5  # M_total is about 1.5·N·M on average in the paper (Appendix B)
 USUAL_SPREAD = 1.0  # ρ without history; published data sets have 1.1 to 1.6

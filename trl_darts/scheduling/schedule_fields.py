@@ -126,10 +126,9 @@ class ScheduleFields:
     submit_order: Annotated[str, one_of(("longest", "shortest", "arrival"))] = setting(
         None,
         "In which order candidates start, by their expected lengths: 'longest' first, 'shortest' first, or in order "
-        "of 'arrival'. Rows start before spare candidates. Matters if engines have no room for all at once. Defaults "
-        "to 'shortest' with "
-        "`schedule='sorted'`, which trains first on the prompts that finish first, to 'arrival' with 'grpo', as in "
-        "TRL, and to 'longest' otherwise.",
+        "of 'arrival'. Matters if engines have no room for all at once. Rows start before spare candidates in any "
+        "order. Defaults to 'shortest' with `schedule='sorted'`, which trains first on the prompts that finish first, "
+        "to 'arrival' with 'grpo', as in TRL, and to 'longest' otherwise.",
     )
     tail_switch_at: Annotated[int | None, Rule(lambda value: value >= 0, "at least 1 candidate, or 0 for never")] = (
         setting(
