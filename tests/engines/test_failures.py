@@ -32,7 +32,7 @@ from tests.engines.stub_servers import (
     tokens_of,
 )
 from tests.waits import wait_for
-from trl_darts.engines import monitor, server_log, vllm_api, vllm_rollout, waiting
+from trl_darts.engines import monitor, opener, server_log, vllm_api, vllm_rollout, waiting
 from trl_darts.engines.continuous_run import ContinuousRun
 from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.pool import State
@@ -72,7 +72,7 @@ def check_streamed(result, length):
 
 
 def test_requests_are_opened_in_turns_and_control_requests_do_not_wait(monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "ABORT_GRACE_S", vllm_api.MAX_OPENING_S + 0.3)  # after which others are opened
+    monkeypatch.setattr(vllm_rollout, "ABORT_GRACE_S", opener.MAX_OPENING_S + 0.3)  # after which others are opened
 
     async def decode(request, body):
         await asyncio.sleep(0.02)  # before the headers
@@ -81,7 +81,7 @@ def test_requests_are_opened_in_turns_and_control_requests_do_not_wait(monkeypat
     server = Stub(decode=decode)
     with engine_on(server) as engine:
         check_rows(run(engine, 50), 50)
-    assert server.most_open == vllm_api.MAX_OPENING == 16
+    assert server.most_open == opener.MAX_OPENING == 16
     hung = Stub(decode=hangs)
     with engine_on(hung) as engine:
         future = start(engine, size=40)
@@ -95,7 +95,7 @@ def test_requests_are_opened_in_turns_and_control_requests_do_not_wait(monkeypat
 
 def test_headers_that_come_with_the_first_token_do_not_hold_up_the_others(monkeypatch):
     """A proxy may hold them back. All 40 requests must have arrived before the first is answered."""
-    monkeypatch.setattr(vllm_api, "MAX_OPENING_S", 0.05)
+    monkeypatch.setattr(opener, "MAX_OPENING_S", 0.05)
 
     async def decode(request, body):
         while len(server.requests) < 40:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..scheduling import Submit
+from .opener import CandidateStream
 from .pool import Member
 from .waiting import Deadlines
 
@@ -24,8 +25,7 @@ class OpenRequest:
     num_tokens: int  # of the candidate, with those of earlier requests
     version: int = 0  # of the weights at its submission; with adapters, of all its tokens
     decodes: bool = False  # whether it has received tokens
-    internal_id: str | None = None  # `None` until it is its turn to be sent
-    sent: bool = False  # whether it has reached the server
+    stream: CandidateStream | None = None  # `None` until its task has begun
     failing: bool = False  # whether it has failed, and is about to be tried elsewhere
     task: asyncio.Task[None] | None = None
     aborted_at: float | None = None  # time of its abort command
@@ -34,8 +34,15 @@ class OpenRequest:
     def key(self) -> Key:
         return self.command.candidate_id, self.command.segment
 
-    def note_sent(self) -> None:
-        self.sent = True
+    @property
+    def internal_id(self) -> str | None:
+        """The server's ID of it, `None` until it is its turn to be sent."""
+        return None if self.stream is None else self.stream.internal_id
+
+    @property
+    def sent(self) -> bool:
+        """Whether it has reached the server."""
+        return self.stream is not None and self.stream.sent
 
 
 def silence(member: Member, requests: Sequence[OpenRequest], now: float, deadlines: Deadlines) -> str | None:

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .failures import FAILURES, describe
+from .opener import Opener
 from .server_abilities import Sampling
 from .server_log import ServerLogs, explain
 from .vllm_api import TURN_TIMEOUT_S, VLLMServer
@@ -98,6 +99,12 @@ class Member:
     refusal: str = ""  # its message
     ghosts: list[str] = field(default_factory=list)  # requests of its last loss, which it may still decode
     adapter: str | None = None  # as the pool's
+
+    def __post_init__(self) -> None:
+        self.opener = Opener(self.server, self._note_accepted)
+
+    def _note_accepted(self) -> None:
+        self.refuses_since = None
 
     @property
     def capacity(self) -> int:
@@ -221,6 +228,10 @@ class ServerPool:
         """Whether a server's requests must have seeds, because candidates of a prompt could be equal without."""
         own = self.members[url].sampling
         return own is not None and own.takes_seeds and own.repeats(self._samplings(url))
+
+    def may_share(self, url: str) -> bool:
+        """Whether candidates can share a request to a server. One of unknown sampling may not abort each by itself."""
+        return self.members[url].sampling is not None
 
     def _samplings(self, url: str) -> list[Sampling]:
         """Returns how the other servers sample."""

@@ -5,10 +5,9 @@ Requests and responses were checked against vLLM 0.31. Only a `finish_reason` in
 process behind the API dies, a stream ends normally but without one.
 """
 
-import asyncio
 import math
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,7 @@ from .waiting import Deadlines
 KEEPALIVE_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 120.0  # for sleep and wake-up, which move a large model's weights
-# Requests that are opened on a server at once. All that are built and connected in one turn of the loop delay its
-# timers: 10,000 on 64 servers took 6 s, after which each connection seemed to have taken as long.
-MAX_OPENING = 16
-MAX_OPENING_S = 1.0  # a request counts as opened then: a proxy may hold the headers back until the first token
+COMPLETIONS = "/v1/completions"
 TOKEN_ID = "token_id:"  # before a token's ID in log-probs, with `return_tokens_as_token_ids`
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UPLOADS = "/trl_darts/adapters/"  # of `trl_darts.serving.adapters`
@@ -38,12 +34,13 @@ MAX_MESSAGE = 2000  # characters of a server's message in an error: it may be a 
 
 @dataclass(slots=True)
 class CompletionChunk:
-    """Tokens that arrived together. `finish_reason` is set on the last chunk of a request."""
+    """Tokens that arrived together. `finish_reason` is set on the last chunk of a choice."""
 
     tokens: list[int]
     logprobs: list[float] | None
     finish_reason: str | None
     tops: list[Any] | None = None  # the likeliest tokens at each position, for `top_of`
+    index: int = 0  # of the choice, which is that of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,16 @@ class ServerPrompt:
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """
-    One candidate's request. Text goes to `/v1/completions`, which every server has. Only `/inference/v1/generate`
-    takes images as features, and from vLLM 0.30 on, a server has it with `--enable-scale-out` alone.
+    The request of one candidate, or of several. Text goes to `/v1/completions`, which every server has. Only
+    `/inference/v1/generate` takes images as features, and from vLLM 0.30 on, a server has it with `--enable-scale-out`
+    alone.
     """
 
     path: str
     body: dict[str, Any]
     options: dict[str, Any]  # of sampling: the part of the body that has them
-    internal_id: str
+    internal_ids: list[str]  # by which the server aborts its candidates
+    prompt_lengths: list[int]  # of each candidate, without prior tokens
 
     @classmethod
     def of(
@@ -81,10 +80,31 @@ class CompletionRequest:
             by_logprobs = options.get("logprobs") is not None
             own["return_tokens_as_token_ids" if by_logprobs else "return_token_ids"] = True
             # The internal ID of the only prompt of a completion request. The server silently ignores other IDs.
-            return cls("/v1/completions", own, own, f"cmpl-{request_id}-0")
+            return cls(COMPLETIONS, own, own, [f"cmpl-{request_id}-0"], [len(prompt.tokens)])
         body = {"model": own.pop("model"), "request_id": request_id, "token_ids": tokens}
         body |= {"features": prompt.features, "sampling_params": own}
-        return cls("/inference/v1/generate", body, own, f"generate-tokens-{request_id}")
+        return cls("/inference/v1/generate", body, own, [f"generate-tokens-{request_id}"], [len(prompt.tokens)])
+
+    @classmethod
+    def together(cls, requests: Sequence["CompletionRequest"]) -> "CompletionRequest":
+        """Returns one request for the candidates of several, which have the same `kind`."""
+        if len(requests) == 1:
+            return requests[0]
+        lengths = [length for own in requests for length in own.prompt_lengths]
+        request_id = f"{prompt_mark(lengths)}-{uuid.uuid4().hex}"
+        body = {**requests[0].body, "request_id": request_id, "prompt": [own.body["prompt"] for own in requests]}
+        return cls(COMPLETIONS, body, body, [f"cmpl-{request_id}-{index}" for index in range(len(requests))], lengths)
+
+    @property
+    def kind(self) -> bytes | None:
+        """
+        What requests have in common that can be sent as one, `None` if this one can't. With one seed, candidates of a
+        prompt would be equal.
+        """
+        if self.path != COMPLETIONS or self.options.get("seed") is not None:
+            return None
+        shared = {name: value for name, value in self.body.items() if name not in ("prompt", "request_id")}
+        return orjson.dumps(shared, option=orjson.OPT_NON_STR_KEYS)
 
     def stream(self, interval: int) -> "CompletionRequest":
         """Has the response streamed, with a chunk about every `interval` tokens."""
@@ -119,7 +139,6 @@ class VLLMServer:
         self.connect_timeout_s = connect_timeout_s
         self._session = session
         self._key: str | None = None  # from its file, once it was found
-        self._opening = asyncio.Semaphore(MAX_OPENING)
 
     async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """Returns the JSON at a path, `None` if the server does not have it."""
@@ -178,16 +197,6 @@ class VLLMServer:
             message = f"{self.base_url} returned no log-probs of a prompt: {str(answer)[:100]}"
             raise ServerRefusedError(message, 200) from error
 
-    @asynccontextmanager
-    async def turn_to_open(self) -> AsyncIterator[None]:
-        """Waits for the turn of a request to be built and opened. Other calls do not wait."""
-        await self._opening.acquire()
-        with ExitStack() as turn:
-            turn.callback(self._opening.release)
-            timer = asyncio.get_running_loop().call_later(MAX_OPENING_S, turn.close)
-            turn.callback(timer.cancel)
-            yield
-
     async def open(
         self,
         request: CompletionRequest,
@@ -206,12 +215,14 @@ class VLLMServer:
         except BaseException:
             response.close()
             raise
-        return self._chunks(response, request.options.get("max_tokens"), request.options.get("logprobs") is not None)
+        return self._chunks(response, request)
 
     async def _chunks(
-        self, response: aiohttp.ClientResponse, room: int | None, logprobs: bool
+        self, response: aiohttp.ClientResponse, request: CompletionRequest
     ) -> AsyncGenerator[CompletionChunk]:
-        finished = False
+        num_choices, limit = len(request.internal_ids), request.options.get("max_tokens")
+        with_logprobs = request.options.get("logprobs") is not None
+        num_tokens, unfinished = [0] * num_choices, set(range(num_choices))
         async with response:
             async for data in _server_sent_events(response.content):
                 if data == b"[DONE]":
@@ -220,14 +231,17 @@ class VLLMServer:
                 if "error" in message:
                     raise _error_of(message, data)
                 if message.get("choices"):
-                    chunk = parse_choice(message)
-                    if logprobs and chunk.tokens and chunk.logprobs is None:
+                    chunk = parse_choice(message, num_choices)
+                    if with_logprobs and chunk.tokens and chunk.logprobs is None:
                         raise ServerRefusedError("The server returned tokens without the requested log-probs.")
-                    if room is not None and (room := room - len(chunk.tokens)) < 0:
-                        raise ServerRefusedError(f"The server returned {-room} tokens more than `max_tokens`.")
-                    finished = finished or chunk.finish_reason is not None
+                    num_tokens[chunk.index] += len(chunk.tokens)
+                    if limit is not None and num_tokens[chunk.index] > limit:
+                        excess = num_tokens[chunk.index] - limit
+                        raise ServerRefusedError(f"The server returned {excess} tokens more than `max_tokens`.")
+                    if chunk.finish_reason is not None:
+                        unfinished.discard(chunk.index)
                     yield chunk
-        if not finished:
+        if unfinished:
             raise ServerBrokenError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
 
     async def abort(self, internal_ids: Sequence[str], timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
@@ -371,10 +385,19 @@ async def _call_on_sent(session: aiohttp.ClientSession, context: Any, parameters
         context.trace_request_ctx()
 
 
-def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
-    """Parses the only choice of a completion or of a stream's chunk."""
+def prompt_mark(lengths: Sequence[int]) -> str:
+    """
+    Returns the beginning of a request's ID. A drafter on the server reads each prompt's length from it: what follows
+    the prompt may be part of an answer.
+    """
+    return f"p{'.'.join(map(str, lengths))}"
+
+
+def parse_choice(message: Mapping[str, Any], num_choices: int = 1) -> CompletionChunk:
+    """Parses the only choice of a completion or of a stream's chunk. The request has `num_choices`."""
     choices = message["choices"]
-    if len(choices) != 1 or choices[0].get("index", 0) != 0:  # otherwise, tokens of two completions would be mixed
+    index = choices[0].get("index", 0) if len(choices) == 1 else None
+    if type(index) is not int or not 0 <= index < num_choices:  # else tokens of two completions would be mixed
         raise ServerRefusedError(f"The server returned other choices than requested: {str(choices)[:100]}.")
     choice, tops = choices[0], None
     tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
@@ -388,7 +411,7 @@ def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
         # JSON has no NaN, so a server sends null. TRL treats NaN as an unknown log-prob with ratio 1.
         logprobs = logprobs and [math.nan if logprob is None else logprob for logprob in logprobs]
     _check_numbers(tokens, logprobs)
-    return CompletionChunk(tokens, logprobs, choice.get("finish_reason"), tops)
+    return CompletionChunk(tokens, logprobs, choice.get("finish_reason"), tops, index)
 
 
 def top_of(position: Mapping[str, float]) -> dict[int, float]:

@@ -1,20 +1,21 @@
 """
-One rollout on vLLM servers, inside the engine's event loop. Each Submit is a task with one streamed request, each
-chunk is an event, and each Abort ends the pending response with the tokens so far.
+One rollout on vLLM servers, inside the engine's event loop. Each Submit is a task that reads a stream, each chunk is
+an event, and each Abort ends the pending stream with the tokens so far.
 
 A server that fails is lost. Its candidates continue on other servers from the tokens that have arrived, or wait until
 a server with the current weights is back. A request that the server rejects fails the rollout.
 
 An error with which a server answers is first the request's: the server is checked at once, and is lost if it is not
 healthy, or fails on other prompts too. Otherwise, the candidate is tried on another server, up to nine times in a row.
-A server that is busy has not failed, and is asked again.
+If several candidates shared the request, each is first tried by itself. A server that is busy has not failed, and is
+asked again.
 """
 
 import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -45,6 +46,7 @@ from ..scheduling.scheduler import MAX_STALLS
 from .failures import describe, is_our_own
 from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
 from .monitor import Monitor
+from .opener import CandidateStream
 from .pool import Member, State
 from .prefixes import MAX_AT_ONCE, Target, VerifiedPrefixes
 from .sampling import RolloutSeed
@@ -55,13 +57,11 @@ from .vllm_api import (
     ServerBusyError,
     ServerPrompt,
     ServerRefusedError,
+    prompt_mark,
 )
 from .waiting import Deadlines, Waiting
 
 
-# Streaming every token costs the server and this thread 3 to 20 times as much as one response at the end. With chunks
-# of 16 tokens there is no difference. A bounded wait ends at most 16 tokens late, and a lost server loses at most 16.
-STREAM_INTERVAL = 16
 ABORT_RESEND_S = 0.1  # an abort can overtake its request, so it is repeated until the response arrives
 ABORT_GRACE_S = 5.0  # without a response to an abort, the connection is closed, and the last tokens are lost
 END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy server takes half a second
@@ -109,6 +109,7 @@ class RolloutRun:
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
         self.failures: dict[str, dict[int, float]] = {}  # by server, last failures of groups since its last token
         self.suspects: set[int] = set()  # groups that failed on a server that decodes others
+        self.loners: set[int] = set()  # candidates whose request failed when they shared it
         self.next_check = 0.0  # time of the next check for late requests
         self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
         self.turns: asyncio.Task[None] | None = None
@@ -358,34 +359,19 @@ class RolloutRun:
                 del self.requests[request.key]
 
     async def _receive(self, request: OpenRequest) -> None:
+        member, candidate_id = self.pool.members[request.command.engine_id], request.command.candidate_id
         try:
-            stream = await self._opened(request)
-            if stream is None:  # its server was lost after the last token, but before the end
+            completion = self._request(request.command, request.version)
+            if completion is None:  # its server was lost after the last token, but before the end
                 self._add(request, CompletionChunk([], None, "length"))
                 return
-            async with aclosing(stream):
-                async for chunk in stream:
+            may_share = candidate_id not in self.loners and self.pool.may_share(request.command.engine_id)
+            request.stream = CandidateStream(completion, may_share)
+            async with aclosing(member.opener.chunks(request.stream)) as chunks:
+                async for chunk in chunks:
                     self._add(request, chunk)
         except Exception as error:
             await self._handle_error(request, error)
-
-    async def _opened(self, request: OpenRequest) -> AsyncGenerator[CompletionChunk] | None:
-        """Sends a candidate's request in its turn. Returns `None` if there is nothing to decode."""
-        member = self.pool.members[request.command.engine_id]
-        while True:
-            async with member.server.turn_to_open():
-                completion = self._request(request.command, request.version)
-                if completion is None:
-                    return None
-                request.internal_id, start = completion.internal_id, time.perf_counter()
-                try:
-                    stream = await member.server.open(completion, STREAM_INTERVAL, on_sent=request.note_sent)
-                except aiohttp.ConnectionTimeoutError:
-                    if not self.monitor.lag.was_late_since(start):
-                        raise
-                    continue  # our own loop was late
-            member.refuses_since = None
-            return stream
 
     async def _handle_error(self, request: OpenRequest, error: Exception) -> None:
         """Reports an error as the loss of the server, as the failure of the request, or as none of both."""
@@ -394,11 +380,16 @@ class RolloutRun:
         now, url = time.perf_counter(), request.command.engine_id
         if isinstance(error, aiohttp.ClientError | ServerBrokenError) and request.aborted_at is not None:
             self._report_abort(request)  # a request aborted in the server's queue ends without a reason
+        elif isinstance(error, aiohttp.ConnectionTimeoutError) and self._was_late_since_sent(request):
+            await self._receive(request)
         elif isinstance(error, ServerBusyError) or is_our_own(error):
             await self._retry(request, describe(error, "a request"), is_busy=True)
         elif isinstance(error, aiohttp.ClientError):
             # Even if it is healthy by now: a process that was restarted has other weights.
             self.pool.lose(url, describe(error, "a connection"))
+        elif request.stream is not None and request.stream.has_companions:  # one of them may be the cause
+            self.loners.add(request.command.candidate_id)
+            await self._retry(request, describe(error, "a request"), is_shared=True)
         elif isinstance(error, ServerBrokenError) or self._lacks_adapter(error):
             await self._retry(request, describe(error, "a request"))
         elif isinstance(error, ServerRefusedError):
@@ -407,20 +398,26 @@ class RolloutRun:
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(*request.key, reason, now))
 
+    def _was_late_since_sent(self, request: OpenRequest) -> bool:
+        """Whether our own loop was late, so that a connection that was made in time seems to have taken too long."""
+        shared = None if request.stream is None else request.stream.shared
+        return shared is not None and self.monitor.lag.was_late_since(shared.began)
+
     def _lacks_adapter(self, error: Exception) -> bool:
         """Whether a server does not know the adapter that a request names, because it was restarted."""
         return self.pool.adapter is not None and isinstance(error, ServerRefusedError) and error.status == 404
 
-    async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False) -> None:
+    async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False, is_shared: bool = False) -> None:
         """Tries the candidate elsewhere if its server is healthy. Otherwise, the server is lost."""
         url, request.failing = request.command.engine_id, True
         if not await self.monitor.check(url):
             return
-        tried = self._note_failure(request, url, reason, is_busy)
+        tried = not is_shared and self._note_failure(request, url, reason, is_busy)
         if self.requests.get(request.key) is not request:  # the server is lost
             return
         candidate: Any = self.scheduler.ledger.find(request.command.candidate_id)
-        await asyncio.sleep(min(MAX_RETRY_S, RETRY_S * 2**candidate.num_empty_attempts) if tried else BUSY_S)
+        pause = min(MAX_RETRY_S, RETRY_S * 2**candidate.num_empty_attempts)
+        await asyncio.sleep(pause if tried or is_shared else BUSY_S)
         if request.aborted_at is not None:
             self._report_abort(request)
         else:
@@ -485,8 +482,8 @@ class RolloutRun:
             body["model"] = name
         elif self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
             body["cache_salt"] = f"v{member.decodes_version}"
-        # A drafter on the server reads the prompt's length from it: what follows may be part of an answer.
-        request_id = f"p{len(prompt.tokens)}-{self.run_id}-{command.candidate_id}-{command.segment}"
+        mark = prompt_mark([len(prompt.tokens)])
+        request_id = f"{mark}-{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)
 
     async def _abort(self, url: str) -> None:
@@ -502,9 +499,17 @@ class RolloutRun:
             deadline = time.perf_counter() - ABORT_GRACE_S
             for request in pending:
                 late = request.aborted_at is not None and request.aborted_at < deadline
-                if request.task is not None and (late or not supported):
+                if supported and self.requests.get(request.key) is request and self._ends_silently(request):
+                    self._close(request)
+                    self._report_abort(request)
+                elif request.task is not None and (late or not supported):
                     request.task.cancel()
             await asyncio.sleep(ABORT_RESEND_S)
+
+    @staticmethod
+    def _ends_silently(request: OpenRequest) -> bool:
+        """Whether no chunk will say that a request was aborted. Without tokens, only the end of its stream does."""
+        return request.stream is not None and request.stream.has_companions and not request.decodes
 
     async def _cancel(self) -> None:
         """Closes all open requests, so that servers stop decoding them."""

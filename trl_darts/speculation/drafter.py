@@ -20,8 +20,9 @@ logger = logging.getLogger("vllm.trl_darts")
 
 ALWAYS_VARIABLE = "TRL_DARTS_ALWAYS_DRAFT"  # if set, drafts don't pause where they don't pay: for measurements
 
-# Of the trainer's requests, see `engines/vllm_rollout.py`. A resumed one has part of an answer after its prompt.
-PROMPT_LENGTH = re.compile(r"-p(\d+)-[0-9a-f]{32}-")
+# Of the trainer's requests, see `engines/vllm_api.py`: the lengths of a request's prompts, and which of them it is if
+# there are several. A resumed one has part of an answer after its prompt.
+PROMPT_LENGTHS = re.compile(r"-p([\d.]+)-[0-9a-f]{32}-(\d+)")
 # A sequence can be missing from a batch for a while: vLLM preempts some, and skips some during a long prefill.
 STEPS_BETWEEN_SWEEPS = 64
 # A sequence drafts twice as many tokens as the model accepted last time, and two more. Whether drafts pay at all in as
@@ -149,9 +150,8 @@ class SuffixDrafter:
 
     def _begin(self, batch: Any, row: int, name: str, end: int) -> Answering:
         tokens = batch.token_ids_cpu[row, :end]
-        marked = PROMPT_LENGTH.search(name)
         prompt_tokens = tokens[: batch.num_prompt_tokens[row]]
-        prompt = self._history.prompt_of(prompt_tokens, int(marked[1]) if marked else None)
+        prompt = self._history.prompt_of(prompt_tokens, _prompt_length(name))
         prompt.num_running += 1
         answering = Answering(prompt, tokens[prompt.context_start :].tolist(), end, self._step)
         self._answering[name] = answering
@@ -212,3 +212,12 @@ class SuffixDrafter:
             if not prompt.num_running:
                 prompt.index = None
             self._history.add(prompt, answering.tokens)
+
+
+def _prompt_length(name: str) -> int | None:
+    """Returns the length of a request's prompt, `None` if its name does not say it."""
+    marked = PROMPT_LENGTHS.search(name)
+    if marked is None:
+        return None
+    lengths = marked[1].split(".")
+    return int(lengths[int(marked[2])] if len(lengths) > 1 else lengths[0])

@@ -143,7 +143,8 @@ class _Batch:
     async def end(self) -> None:
         """Aborts the requests, or closes their connections if the server has no endpoint for that."""
         try:
-            if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
+            names = [name for request in self.requests for name in request.internal_ids]
+            if await self.server.abort(names, ABORT_GRACE_S):
                 await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)
         except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
             pass  # the server is gone, and the requests have failed already
