@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks import parts
 from benchmarks.harness import Benchmark, Shared, main
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, vllm_rollout
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, opener
 from trl_darts.scheduling import CandidateEnded, GroupPlan, Scheduler, ScheduleSettings, TokensArrived
 
 
@@ -201,7 +201,7 @@ def stubs_of(servers: int, tokens_per_s: float) -> Iterator[tuple[list[str], int
 
 def run(shared: Shared, schedule: str, **sizes: Any) -> dict[str, Any]:
     """Runs one rollout with a new engine."""
-    vllm_rollout.STREAM_INTERVAL = sizes["interval"]
+    opener.STREAM_INTERVAL = sizes["interval"]
     urls, stubs = shared(stubs_of, sizes["servers"], sizes["tokens_per_s"])
     return sizes | measure(urls, stubs, sizes["candidates"], schedule)
 
@@ -212,7 +212,7 @@ BENCHMARK = Benchmark(
     {"schedule": ["darts", "grpo"]},
     run,
     parts.load,
-    options={"servers": 64, "candidates": 10_000, "tokens_per_s": 1000.0, "interval": vllm_rollout.STREAM_INTERVAL},
+    options={"servers": 64, "candidates": 10_000, "tokens_per_s": 1000.0, "interval": opener.STREAM_INTERVAL},
     usual={"schedule": ["darts"]},
     quick={"servers": 2, "candidates": 48},
     resumes=False,

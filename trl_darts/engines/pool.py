@@ -230,8 +230,9 @@ class ServerPool:
         return own is not None and own.takes_seeds and own.repeats(self._samplings(url))
 
     def may_share(self, url: str) -> bool:
-        """Whether candidates can share a request to a server. One of unknown sampling may not abort each by itself."""
-        return self.members[url].sampling is not None
+        """Whether candidates can share a request to a server. One of unknown sampling needs a seed in each."""
+        own = self.members[url].sampling
+        return own is not None and own.seed is not None
 
     def _samplings(self, url: str) -> list[Sampling]:
         """Returns how the other servers sample."""
