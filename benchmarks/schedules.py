@@ -17,7 +17,7 @@ candidate has the same length again. The weights don't change: only the versions
 turns step by step, so that the load of a shared machine affects all.
 
 TRL's request for a whole batch with n = M can't have a length per candidate. The row "grpo" represents it: it waits
-for the same candidates. `server_overhead.py` measures what one request per candidate costs in comparison.
+for the same candidates. `server_overhead.py` measures what a stream for each candidate costs in comparison.
 
 *Wasted* is the share of decoded tokens that are never trained on, and *off-policy* the share of trained tokens that an
 older policy sampled.

@@ -1,11 +1,12 @@
 """
-Measures what one request per candidate costs: generation time of TRL's server path against ours on the same server.
+Measures what streams of single candidates cost: generation time of TRL's server path against ours on the same server.
 
     python -m benchmarks.server_overhead [--prompts 64] [--generations 8] [--repeats 5]
 
-Both sides get the same gathered rows and return the same lists of token IDs and log-probs, and alternate. There are
-three workloads: completions of equal length; heavy-tailed ones, which a seed makes equal on both sides; and the worst
-case, completions of a single token, for which only requests take time. The model is tiny, so that a token costs almost
+All sides get the same gathered rows and return the same lists of token IDs and log-probs, and alternate: TRL's path,
+ours, and ours with a request for each candidate. There are three workloads: completions of equal length; heavy-tailed
+ones, which a seed makes equal on all sides, and with which candidates can't share requests; and the worst case,
+completions of a single token, for which only requests take time. The model is tiny, so that a token costs almost
 nothing and the overhead of requests is largest.
 """
 
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from benchmarks import parts
 from benchmarks.harness import Benchmark, Shared, alternate, main
 from benchmarks.servers import benchmark_server
-from trl_darts.engines import Deadlines
+from trl_darts.engines import Deadlines, opener
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.connection import ServerSettings, connect
 from trl_darts.engines.engine import RolloutPlan
@@ -75,7 +77,7 @@ def build(base_url: str, model_dir: Path) -> SyncedGeneration:
     return generation
 
 
-def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, Generate]:
+def sides_of(generation: SyncedGeneration, num_generations: int) -> dict[str, Generate]:
     """Returns TRL's call and ours, from rows to completions and their log-probs."""
     engine = ServerEngine(generation)
 
@@ -90,7 +92,11 @@ def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, 
         kept = KeptRows.of_result(result, num_generations)
         return kept.completion_ids, kept.logprobs
 
-    return {"TRL": theirs, "trl_darts": ours}
+    def apart(rows: Rows) -> tuple[Rows, Any]:
+        with patch.object(opener, "MAX_SHARED", 1):
+            return ours(rows)
+
+    return {"TRL": theirs, "trl_darts": ours, "a request each": apart}
 
 
 def timed(generate: Generate, rows: Rows, reset: Callable[[], None]) -> tuple[float, int]:
@@ -105,12 +111,12 @@ def timed(generate: Generate, rows: Rows, reset: Callable[[], None]) -> tuple[fl
 
 
 def run(shared: Shared, workload: str, prompts: int, generations: int, repeats: int) -> dict[str, Any]:
-    """Measures both sides in turn."""
+    """Measures all sides in turn."""
     generation = shared(generation_of)
     generation.generation_kwargs = WORKLOADS[workload]
     rows = [[60 + i % 40, 61 + i % 7] for i in range(prompts) for _ in range(generations)]
     reset = generation.vllm_client.reset_prefix_cache
-    sides = both_sides(generation, generations)
+    sides = sides_of(generation, generations)
     found = alternate({name: partial(timed, side, rows, reset) for name, side in sides.items()}, repeats)
     seconds = {name: [own for own, _ in runs] for name, runs in found.items()}
     tokens = {name: runs[-1][1] for name, runs in found.items()}

@@ -44,6 +44,11 @@ class OpenRequest:
         """Whether it has reached the server."""
         return self.stream is not None and self.stream.sent
 
+    @property
+    def has_companions(self) -> bool:
+        """Whether it shared an HTTP request with others."""
+        return self.stream is not None and self.stream.has_companions
+
 
 def silence(member: Member, requests: Sequence[OpenRequest], now: float, deadlines: Deadlines) -> str | None:
     """Returns the reason why a server with these requests is lost, or `None` if it has shown progress in time."""

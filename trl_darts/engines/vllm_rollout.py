@@ -387,7 +387,7 @@ class RolloutRun:
         elif isinstance(error, aiohttp.ClientError):
             # Even if it is healthy by now: a process that was restarted has other weights.
             self.pool.lose(url, describe(error, "a connection"))
-        elif request.stream is not None and request.stream.has_companions:  # one of them may be the cause
+        elif request.has_companions:  # one of them may be the cause
             self.loners.add(request.command.candidate_id)
             await self._retry(request, describe(error, "a request"), is_shared=True)
         elif isinstance(error, ServerBrokenError) or self._lacks_adapter(error):
@@ -499,17 +499,11 @@ class RolloutRun:
             deadline = time.perf_counter() - ABORT_GRACE_S
             for request in pending:
                 late = request.aborted_at is not None and request.aborted_at < deadline
-                if supported and self.requests.get(request.key) is request and self._ends_silently(request):
-                    self._close(request)
-                    self._report_abort(request)
-                elif request.task is not None and (late or not supported):
+                # Without tokens, only the end of its stream says that it was aborted, and others share the stream.
+                ends_silently = supported and request.has_companions and not request.decodes
+                if request.task is not None and (late or ends_silently or not supported):
                     request.task.cancel()
             await asyncio.sleep(ABORT_RESEND_S)
-
-    @staticmethod
-    def _ends_silently(request: OpenRequest) -> bool:
-        """Whether no chunk will say that a request was aborted. Without tokens, only the end of its stream does."""
-        return request.stream is not None and request.stream.has_companions and not request.decodes
 
     async def _cancel(self) -> None:
         """Closes all open requests, so that servers stop decoding them."""

@@ -1,9 +1,9 @@
 """
-Decodes on vLLM servers with asyncio in one background thread, and one request per candidate.
+Decodes on vLLM servers with asyncio in one background thread, and one stream per candidate.
 
 The main thread passes a scheduler and waits, at once or later. In the background thread, each Submit becomes a task
-with one HTTP request, and each response an event for the scheduler. Each Abort is sent to the server, and the pending
-response then arrives with the tokens so far. If the trainer's process dies, its connections close, and the servers
+that reads a stream, alone in its HTTP request or with others, and each chunk an event for the scheduler. Each Abort is
+sent to the server, and the pending stream then ends with the tokens so far. If the trainer's process dies, its connections close, and the servers
 drop its requests. The pool reconnects lost servers, also while the main thread is busy.
 """
 
