@@ -222,9 +222,9 @@ def server_overhead(results: Path) -> str:
     line = next(iter(lines.values()))
     text = f"""
         `python -m benchmarks.server_overhead`: generation by TRL's path, one request with all prompts, and by ours, a
-        stream for each candidate, with up to 16 in one request, or with a request for each. {line["prompts"]} prompts ×
-        {line["generations"]}, `schedule="grpo"` {origin(lines)}. Of heavy-tailed lengths, each has a seed, and so a
-        request of its own. Above 1, ours is faster."""
+        stream for each candidate, with up to 16 in one request, or with a request for each. {line["prompts"]} prompts
+        × {line["generations"]}, `schedule="grpo"` {origin(lines)}. With heavy-tailed lengths, each candidate has a
+        seed, and so a request of its own. Above 1, ours is faster."""
     sides = ["TRL (s)", "trl_darts (s)", "a request each (s)"]
     header = ["workload", "tokens", *sides, "TRL ÷ trl_darts", "a request each ÷ trl_darts"]
     return section("Client overhead", text, cells.table(header, rows))

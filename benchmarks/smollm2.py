@@ -6,10 +6,10 @@ Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real 
 
 9 steps of 8 prompts × 8 rows, in which 24 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
 16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
-autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before and
-at the end, outside the seconds of the steps. TRL's own class, with our connection to the server (TRL's client refuses
-one without CUDA), runs for three steps, for its seconds alone. Two arms have a server that drafts (`suffix`), one of
-them without learning.
+autocast chooses it, or in float32 on a processor that only emulates bfloat16. Plain sampling, 4 answers to each of 64
+prompts that were never trained on, is scored before and at the end, outside the seconds of the steps. TRL's own class,
+with our connection to the server (TRL's client refuses one without CUDA), runs for three steps, for its seconds alone.
+Two arms have a server that drafts (`suffix`), one of them without learning.
 
 The machine `exact` is `cpu` with a whole group in each micro-batch, so that its rows can share their prompt, for GRPO
 beside TRL's class over the same steps. Runs of `cpu` were made before prompts were shared and log-probs reused.
@@ -34,6 +34,7 @@ from benchmarks.harness import Benchmark, Shared, load, main
 from benchmarks.servers import StepSeconds, TRLTrainer, make_trainer, training_args
 from benchmarks.smollm2_rollouts import (
     CHECKPOINT,
+    HAS_BFLOAT16,
     MACHINES,
     NUM_GENERATIONS,
     TEMPERATURE,
@@ -114,7 +115,7 @@ def run(shared: Shared, machine: str, seed: int, arm: str, steps: int, prompts: 
         if arm != TRL:
             ends[str(len(log))] = held_out(trainer, url, test, setting.machine.limit)
         trainer.vllm_generation.engine.close()
-    return {"settings": ARMS[arm], "steps": log, "held_out": ends}
+    return {"settings": ARMS[arm], "bfloat16": HAS_BFLOAT16, "steps": log, "held_out": ends}
 
 
 def trainer_of(arm: str, seed: int, url: str, setting: Setting, steps: int, directory: str) -> Any:
@@ -132,7 +133,7 @@ def trainer_of(arm: str, seed: int, url: str, setting: Setting, steps: int, dire
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
         seed=seed,
-        **{"bf16": True, "learning_rate": 1e-5, **setting.config, **ARMS[arm]},
+        **{"bf16": HAS_BFLOAT16, "learning_rate": 1e-5, **setting.config, **ARMS[arm]},
     )
     data = make_dataset(machine.prompts * setting.steps // NUM_EPOCHS)
     kind = TRLTrainer if arm == TRL else DARTSGRPOTrainer

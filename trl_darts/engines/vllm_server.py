@@ -3,8 +3,9 @@ Decodes on vLLM servers with asyncio in one background thread, and one stream pe
 
 The main thread passes a scheduler and waits, at once or later. In the background thread, each Submit becomes a task
 that reads a stream, alone in its HTTP request or with others, and each chunk an event for the scheduler. Each Abort is
-sent to the server, and the pending stream then ends with the tokens so far. If the trainer's process dies, its connections close, and the servers
-drop its requests. The pool reconnects lost servers, also while the main thread is busy.
+sent to the server, and the pending stream then ends with the tokens so far. If the trainer's process dies, its
+connections close, and the servers drop its requests. The pool reconnects lost servers, also while the main thread is
+busy.
 """
 
 import asyncio
