@@ -16,7 +16,7 @@ from tests.waits import wait_for
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
 from trl_darts.engines.sampling import RolloutSeed
-from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
+from trl_darts.engines.vllm_api import CompletionRequest, ServerBrokenError, parse_choice
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     CandidateState,
@@ -101,6 +101,51 @@ def test_tokens_come_without_the_prompt(vllm_server):
     engine.close()
     assert streamed == whole
     assert set(whole) == {0, 1}
+
+
+def test_each_candidate_of_a_request_is_aborted_by_itself(vllm_server):
+    """Of the last ones, which wait in the server's queue without a token, no chunk says it."""
+    options = body(vllm_server, max_tokens=40, ignore_eos=True)
+
+    async def ask(server):
+        config = (await server.get("/server_info?config_format=json"))["vllm_config"]
+        num = config["scheduler_config"]["max_num_seqs"] + 8
+        prompts = [ServerPrompt([60 + index % 30, 61]) for index in range(num)]
+        own = [CompletionRequest.of(str(i), prompt, [], options) for i, prompt in enumerate(prompts)]
+        assert len({request.kind for request in own}) == 1
+        together = CompletionRequest.together(own)
+        stop = [*together.internal_ids[:4], *together.internal_ids[-8:]]
+        counts, ends, error = [0] * num, {}, None
+        try:
+            async for chunk in await server.open(together, 4):
+                counts[chunk.index] += len(chunk.tokens)
+                ends[chunk.index] = chunk.finish_reason
+                if stop and counts[0]:
+                    assert await server.abort(stop)
+                    stop = []
+        except ServerBrokenError as broken:
+            error = str(broken)
+        return num, counts, ends, error
+
+    engine = VLLMServerEngine([vllm_server.base_url])
+    ((num, counts, ends, error),) = engine.query(ask).values()
+    engine.close()
+    assert "without a `finish_reason`" in error
+    assert ends == dict.fromkeys(range(4), "abort") | dict.fromkeys(range(4, num - 8), "length")
+    assert max(counts[:4]) < 40
+    assert set(counts[4 : num - 8]) == {40}
+    assert not any(counts[num - 8 :])
+
+
+def test_candidates_of_several_prompts_share_requests(engine, vllm_server):
+    """And the server decodes none of them on when the rollout is over."""
+    before = vllm_server.metric("http_requests_total", 'handler="/v1/completions"')
+    result = run(engine, body(vllm_server), [6] * 8, num_longest=0)
+    assert_sound(result)
+    asked = vllm_server.metric("http_requests_total", 'handler="/v1/completions"') - before
+    assert asked == 3
+    assert sum(len(group.candidates) for group in result.groups) == 48
+    wait_for(lambda: vllm_server.num_running() == 0, timeout_s=3.0)
 
 
 def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
