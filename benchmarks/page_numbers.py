@@ -49,6 +49,7 @@ from benchmarks.speedups import (
     time_to_reward,
     to_reward,
     training,
+    until_target,
 )
 
 
@@ -212,6 +213,10 @@ def _as_early(own: Run, base: Run) -> float:
     return float(base["seconds_to_target"] / own["seconds_to_target"])
 
 
+def _as_early_without_syncs(own: Run, base: Run) -> float:
+    return until_target(base, with_syncs=False) / until_target(own, with_syncs=False)
+
+
 WITHIN = math.log(1.1)  # simulated and real seconds differ by at most a tenth
 SCHEDULES = {
     "default": "default",
@@ -248,6 +253,17 @@ NUMBERS: dict[str, Number] = {
     },
     "peers.rollout": _peers("default", _waited, "grpo", mean),
     "peers.one.rollout": _paired("peers_later.jsonl", "default", "async-4", _waited, mean, threads=1),
+    **{
+        f"peers.shared.{arm}": _paired("peers_shared.jsonl", arm, "async-4", _as_early)
+        for arm in ("default", "continuous")
+    },
+    **{
+        f"peers.shared.{arm}.no_syncs": _paired("peers_shared.jsonl", arm, "async-4", _as_early_without_syncs)
+        for arm in ("default", "continuous")
+    },
+    "peers.shared.apart": _paired("peers_shared.jsonl", "default", "default apart", _as_early),
+    "peers.shared.rollout": _paired("peers_shared.jsonl", "default", "async-4", _waited, mean),
+    "peers.shared.apart.rollout": _paired("peers_shared.jsonl", "default apart", "async-4", _waited, mean),
     "peers.rows_first": _paired("peers_rows_first.jsonl", "default", "async-4", _as_early),
     "peers.rows_first.rollout": _paired("peers_rows_first.jsonl", "default", "async-4", _waited, mean),
     **{

@@ -29,6 +29,7 @@ from dataclasses import asdict
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -41,6 +42,7 @@ from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, load_model, make_dat
 from benchmarks.servers import make_trainer
 from benchmarks.training import LEARNING_RATE, NUM_GENERATIONS, PROMPTS, Server, server_of, task_args
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.engines import opener
 
 
 TARGET = 0.46
@@ -59,6 +61,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "async-4": {"max_staleness": 4},
     "grpo": {"schedule": "grpo"},
     "default": {"defer_unsettled_groups": None},
+    "default apart": {"defer_unsettled_groups": None},  # with an HTTP request for each candidate
     "paper": {"defer_unsettled_groups": False, "long_end_patience": None},
     "ahead": {"schedule": "grpo", "rollout_ahead": 1},
     "continuous": {"schedule": "grpo", **CONTINUOUS},
@@ -213,7 +216,8 @@ def run(shared: Shared, seed: int, arm: str, steps: int, per_token: float) -> di
             trainer = our_trainer(server, seed, steps, directory, ARMS[arm], per_token)
         clock, before = Clock(trainer, per_token), server.pace()
         trainer.add_callback(clock)
-        trainer.train()
+        with patch.object(opener, "MAX_SHARED", 1 if arm == "default apart" else opener.MAX_SHARED):
+            trainer.train()
         if not arm.startswith("async"):
             trainer.vllm_generation.engine.close()
     pace = server.pace().since(before)

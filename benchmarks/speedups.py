@@ -181,6 +181,15 @@ def simulated(part: str, key: str, **fields: Any) -> list[float]:
     return list(own[()]["speedups"][key])
 
 
+def until_target(run: Run, with_syncs: bool = True) -> float:
+    """Returns the seconds until a run of peers.py has its target, infinite if it never has."""
+    if run["seconds_to_target"] is None:
+        return math.inf
+    syncs = zip(run["by_step"]["now"], run["by_step"]["sync"], strict=True)
+    spent = sum(seconds for now, seconds in syncs if now <= run["seconds_to_target"])
+    return float(run["seconds_to_target"] - (0.0 if with_syncs else spent))
+
+
 def to_reward(own: Run, base: Run) -> float:
     """How many times as early an arm has the reward that the baseline has after three quarters of its steps."""
     rewards = base["by_step"]["reward"]

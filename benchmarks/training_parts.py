@@ -3,25 +3,21 @@ Sections of benchmarks/REPORT.md about whole trainings: beside a peer, with tool
 `parts.py`, each function returns nothing as long as there are no lines.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import cells
-from benchmarks.parts import Line, last, origin, prose, section
-from benchmarks.speedups import to_reward
-
-
-def _until_target(run: Line) -> float:
-    return run["seconds_to_target"] or math.inf
+from benchmarks.parts import last, origin, prose, section
+from benchmarks.speedups import to_reward, until_target
 
 
 PEERS_GAINED: cells.Columns = {
     "seconds": (lambda own, base: own["seconds"], cells.mean),
-    "to the reward": (lambda own, base: _until_target(own), cells.mean),
-    "speed-up": (lambda own, base: _until_target(base) / _until_target(own), cells.ratio),
+    "to the reward": (lambda own, base: until_target(own), cells.mean),
+    "speed-up": (lambda own, base: until_target(base) / until_target(own), cells.ratio),
+    "without syncs": (lambda own, base: until_target(base, False) / until_target(own, False), cells.ratio),
     "reward at the end": (lambda own, base: own["reward"], cells.mean),
 }
 PEERS_SPENT: cells.Columns = {
@@ -60,6 +56,7 @@ def peers(results: Path) -> str:
 def _peers_later(results: Path) -> list[str]:
     """Of another machine, so beside arms of its own, by the threads of the trainer."""
     found = (
+        ("peers_shared", 1, "async-4", "Since candidates share HTTP requests (*apart*: one for each)"),
         ("peers_rows_first", 1, "async-4", "Since spare candidates start after all rows"),
         ("peers_later", 1, "async-4", "Before that"),
         ("peers_later", 2, "default", "Before that"),
