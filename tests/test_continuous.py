@@ -255,8 +255,9 @@ def test_a_paused_server_knows_what_each_request_has(server):
             first = await client.num_outputs()
             await asyncio.sleep(0.2)
             assert first == await client.num_outputs()
-            assert set(first) == {request.internal_id}
-            assert received <= first[request.internal_id] < received + 17
+            (name,) = request.internal_ids
+            assert set(first) == {name}
+            assert received <= first[name] < received + 17
             await calls.resume(client)
             await reading
             assert received == 500
