@@ -251,8 +251,6 @@ NUMBERS: dict[str, Number] = {
         f"peers.one.{arm}": _paired("peers_later.jsonl", arm, "async-4", _as_early, threads=1)
         for arm in ("default", "continuous")
     },
-    "peers.rollout": _peers("default", _waited, "grpo", mean),
-    "peers.one.rollout": _paired("peers_later.jsonl", "default", "async-4", _waited, mean, threads=1),
     **{
         f"peers.shared.{arm}": _paired("peers_shared.jsonl", arm, "async-4", _as_early)
         for arm in ("default", "continuous")
@@ -261,11 +259,22 @@ NUMBERS: dict[str, Number] = {
         f"peers.shared.{arm}.no_syncs": _paired("peers_shared.jsonl", arm, "async-4", _as_early_without_syncs)
         for arm in ("default", "continuous")
     },
-    "peers.shared.apart": _paired("peers_shared.jsonl", "default", "default apart", _as_early),
-    "peers.shared.rollout": _paired("peers_shared.jsonl", "default", "async-4", _waited, mean),
-    "peers.shared.apart.rollout": _paired("peers_shared.jsonl", "default apart", "async-4", _waited, mean),
+    "peers.shared.apart": _paired("peers_shared.jsonl", "default apart", "async-4", _as_early),
+    "peers.shared.gain": _paired("peers_shared.jsonl", "default apart", "default", lambda a, b: 1 / _as_early(a, b)),
+    "peers.shared.kept": _paired("peers_shared.jsonl", "continuous", "async-4", lambda own, _: own["kept_over_plain"]),
+    **{
+        f"peers.{name}.async.{what}": _paired(f"peers_{name}.jsonl", "async-4", "async-4", value, mean)
+        for name in ("shared", "rows_first")
+        for what, value in (
+            ("seconds", lambda own, _: until_target(own)),
+            ("sync", lambda own, _: own["parts"]["sync"]),
+        )
+    },
+    **{
+        f"peers.shared.rollout.{arm.split()[-1]}": _paired("peers_shared.jsonl", arm, "async-4", _waited, mean)
+        for arm in ("default", "default apart")
+    },
     "peers.rows_first": _paired("peers_rows_first.jsonl", "default", "async-4", _as_early),
-    "peers.rows_first.rollout": _paired("peers_rows_first.jsonl", "default", "async-4", _waited, mean),
     **{
         f"{arm}.{name}": _paired("waves.jsonl", own, base, _as_fast, share=share)
         for arm, own, base in (("waves", "waves", "grpo"), ("waves.darts", "darts waves", "darts"))
