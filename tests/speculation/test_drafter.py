@@ -4,6 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from benchmarks.drafts import MAX_MODEL_LEN, Decoding, make_drafter, replay
 from trl_darts.speculation import drafter as module
@@ -109,8 +110,10 @@ def test_only_the_first_rank_drafts():
     assert not decoding.drafter._answering
 
 
-def test_a_request_that_says_how_long_its_prompt_is_is_not_searched_for():
-    name = f"cmpl-p{len(PROMPT)}-{'0a' * 16}-0-1-0"
+@pytest.mark.parametrize("name", [f"p3-{'0a' * 16}-5-1-0", f"p2.99.3-{'0a' * 16}-2"])
+def test_a_request_that_says_how_long_its_prompt_is_is_not_searched_for(name):
+    """Alone, or as the third of a request."""
+    name = f"cmpl-{name}-1234abcd"
     decoding = Decoding(make_drafter())
     decoding.add("earlier", PROMPT[:2], ANSWER)  # a known prompt that it begins with
     decoding.step()
