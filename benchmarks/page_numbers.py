@@ -282,7 +282,6 @@ NUMBERS: dict[str, Number] = {
     },
     "agents.grpo": _agents("grpo", "lockstep"),
     "agents.default": _agents("default", "grpo"),
-    "peers.continuous.kept": _peers("continuous", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.async.kept": _peers("async-4", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.default.kept": _peers("default", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.continuous.reward": _peers("continuous", lambda own, base: own["reward"] - base["reward"], "grpo", mean),
