@@ -252,12 +252,9 @@ NUMBERS: dict[str, Number] = {
         for arm in ("default", "continuous")
     },
     **{
-        f"peers.shared.{arm}": _paired("peers_shared.jsonl", arm, "async-4", _as_early)
+        f"peers.shared.{arm}{what}": _paired("peers_shared.jsonl", arm, "async-4", value)
         for arm in ("default", "continuous")
-    },
-    **{
-        f"peers.shared.{arm}.no_syncs": _paired("peers_shared.jsonl", arm, "async-4", _as_early_without_syncs)
-        for arm in ("default", "continuous")
+        for what, value in (("", _as_early), (".no_syncs", _as_early_without_syncs))
     },
     "peers.shared.apart": _paired("peers_shared.jsonl", "default apart", "async-4", _as_early),
     "peers.shared.gain": _paired("peers_shared.jsonl", "default apart", "default", lambda a, b: 1 / _as_early(a, b)),

@@ -133,10 +133,6 @@ def check_rows(result, groups):
     ]
 
 
-def darts(size, **kwargs) -> Scheduler:
-    return Scheduler(make_policies("darts", size, **kwargs), size)
-
-
 # Who shares
 
 

@@ -35,14 +35,19 @@ class CandidateStream:
         self.request = request
         self.kind = request.kind if may_share else None
         self.shared: SharedRequest | None = None  # `None` until it is its turn to be sent
-        self.internal_id: str | None = None  # as `shared`
+        self.index = 0  # in `shared`
         self.sent = False  # whether it has reached the server
         self._arrived: asyncio.Queue[CompletionChunk | Exception] = asyncio.Queue()
 
     @property
+    def internal_id(self) -> str | None:
+        """The server's ID of it, `None` until it is its turn to be sent."""
+        return None if self.shared is None else self.shared.internal_ids[self.index]
+
+    @property
     def has_companions(self) -> bool:
         """Whether others were sent with it."""
-        return self.shared is not None and self.shared.num_streams > 1
+        return self.shared is not None and len(self.shared.internal_ids) > 1
 
     def put(self, arrived: CompletionChunk | Exception) -> None:
         self._arrived.put_nowait(arrived)
@@ -60,29 +65,28 @@ class SharedRequest:
 
     def __init__(self, server: VLLMServer, streams: list[CandidateStream], on_opened: Callable[[bool], None]) -> None:
         self.began = time.perf_counter()
-        self.num_streams = len(streams)
         self._server = server
         self._request = CompletionRequest.together([stream.request for stream in streams])
+        self.internal_ids = self._request.internal_ids
         self._reading = dict(enumerate(streams))  # those that have neither ended nor left
         self._has_left = False  # whether one of them has
         self._on_opened = on_opened  # called with whether the server has accepted it
         self._to_abort: list[str] = []  # internal IDs
         self._aborter: asyncio.Task[None] | None = None
-        for stream, internal_id in zip(streams, self._request.internal_ids, strict=True):
-            stream.shared, stream.internal_id = self, internal_id
+        for index, stream in self._reading.items():
+            stream.shared, stream.index = self, index
         self._reader = asyncio.create_task(self._read())
 
-    async def leave(self, stream: CandidateStream) -> None:
-        """Ends the part of a candidate that has not ended, and with the last one the connection."""
-        left = [index for index, own in self._reading.items() if own is stream]
-        for index in left:
-            self._has_left = True
-            del self._reading[index]
-            if self._reading:
-                self._abort(index)
-            else:
-                self._reader.cancel()
-                await asyncio.wait([self._reader])
+    async def leave(self, index: int) -> None:
+        """Ends a candidate's part unless it has ended, and with the last one the connection."""
+        if self._reading.pop(index, None) is None:
+            return
+        self._has_left = True
+        if self._reading:
+            self._abort(index)
+        else:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
 
     async def _read(self) -> None:
         try:
@@ -117,7 +121,7 @@ class SharedRequest:
             self._abort(chunk.index)
 
     def _abort(self, index: int) -> None:
-        self._to_abort.append(self._request.internal_ids[index])
+        self._to_abort.append(self.internal_ids[index])
         if self._aborter is None or self._aborter.done():
             self._aborter = asyncio.create_task(self._send_aborts())
 
@@ -156,7 +160,7 @@ class Opener:
         finally:
             self._waiting.pop(stream, None)
             if stream.shared is not None:
-                await stream.shared.leave(stream)
+                await stream.shared.leave(stream.index)
 
     async def _send(self) -> None:
         while self._waiting:

@@ -389,7 +389,7 @@ class RolloutRun:
             self.pool.lose(url, describe(error, "a connection"))
         elif request.has_companions:  # one of them may be the cause
             self.loners.add(request.command.candidate_id)
-            await self._retry(request, describe(error, "a request"), is_shared=True)
+            await self._retry(request, describe(error, "a request"))
         elif isinstance(error, ServerBrokenError) or self._lacks_adapter(error):
             await self._retry(request, describe(error, "a request"))
         elif isinstance(error, ServerRefusedError):
@@ -407,28 +407,30 @@ class RolloutRun:
         """Whether a server does not know the adapter that a request names, because it was restarted."""
         return self.pool.adapter is not None and isinstance(error, ServerRefusedError) and error.status == 404
 
-    async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False, is_shared: bool = False) -> None:
+    async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False) -> None:
         """Tries the candidate elsewhere if its server is healthy. Otherwise, the server is lost."""
         url, request.failing = request.command.engine_id, True
         if not await self.monitor.check(url):
             return
-        tried = not is_shared and self._note_failure(request, url, reason, is_busy)
+        tried = self._note_failure(request, url, reason, is_busy)
         if self.requests.get(request.key) is not request:  # the server is lost
             return
         candidate: Any = self.scheduler.ledger.find(request.command.candidate_id)
         pause = min(MAX_RETRY_S, RETRY_S * 2**candidate.num_empty_attempts)
-        await asyncio.sleep(pause if tried or is_shared else BUSY_S)
+        await asyncio.sleep(BUSY_S if is_busy and not tried else pause)
         if request.aborted_at is not None:
             self._report_abort(request)
         else:
             self._report(CandidateErred(*request.key, reason, time.perf_counter(), tried))
 
     def _note_failure(self, request: OpenRequest, url: str, reason: str, is_busy: bool) -> bool:
-        """Returns whether the server has tried the request, or has refused all for too long."""
+        """Returns whether the server has tried the candidate by itself, or has refused all for too long."""
         member, now = self.pool.members[url], time.perf_counter()
         if is_busy:
             member.refuses_since, member.refusal = member.refuses_since or now, reason
             return now - member.refuses_since > self.deadlines.first_token_s
+        if request.has_companions:
+            return False
         failures = self.failures.setdefault(url, {})
         failures[request.command.group_id] = now
         recent = {group: at for group, at in failures.items() if now - at < FAILURES_S and group not in self.suspects}
@@ -482,8 +484,7 @@ class RolloutRun:
             body["model"] = name
         elif self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
             body["cache_salt"] = f"v{member.decodes_version}"
-        mark = prompt_mark([len(prompt.tokens)])
-        request_id = f"{mark}-{self.run_id}-{command.candidate_id}-{command.segment}"
+        request_id = f"{prompt_mark([len(prompt.tokens)])}-{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)
 
     async def _abort(self, url: str) -> None:
