@@ -4,9 +4,9 @@ Training while the tail decodes: how long a step takes beside the longer one of 
     python -m benchmarks.waves [--shares 0.2,0.5,1] [--arms grpo,waves] [--seeds 0,1,2,3,4] [--steps 8]
 
 Task and engine are those of `training.py`: 32 × 8 rows a step, and a real vLLM server at the published pace of an 8 B
-model. A step has 8 micro-batches of four groups. Each pass also sleeps for `share` of GRPO's seconds of rollout per
-token that it trains on, which were measured before with no such sleep, as a GPU would train. The arms of a seed follow
-each other, from the same model, with the same prompts.
+model. A step has 8 micro-batches of four groups; *waves of 2* and *of 1* have 16 and 32. Each pass also sleeps for
+`share` of GRPO's seconds of rollout per token that it trains on, which were measured before with no such sleep, as a
+GPU would train. The arms of a seed follow each other, from the same model, with the same prompts.
 
 Stored are means over all steps but the first: seconds of a step, of its rollout, of waiting for it, of scoring, of
 weight sync, and of passes. Trainers have one thread for PyTorch, as in `peers.py`. A step of *grpo* takes rollout and
@@ -31,14 +31,23 @@ from benchmarks.training import NUM_GENERATIONS, PROMPTS, Server, server_of, tas
 
 
 ROWS = PROMPTS * NUM_GENERATIONS
+GROUPS = PROMPTS // MICRO_BATCHES  # in a micro-batch
 CALIBRATION_STEPS = 4
 WAVES = {"stream_training": True}
+
+
+def micro_batches(groups: int) -> dict[str, int]:
+    """Returns the settings of micro-batches of so many groups."""
+    return {"per_device_train_batch_size": groups * NUM_GENERATIONS, "gradient_accumulation_steps": PROMPTS // groups}
+
+
 ARMS: dict[str, dict[str, Any]] = {
     "grpo": {"schedule": "grpo"},
     "waves": {"schedule": "grpo", **WAVES},
     "ahead": {"schedule": "grpo", "rollout_ahead": 1},
     "darts": {"schedule": "darts"},
     "darts waves": {"schedule": "darts", **WAVES},
+    **{f"waves of {groups}": {"schedule": "grpo", **WAVES, **micro_batches(groups)} for groups in (2, 1)},
 }
 METRICS = {
     "seconds": "step_seconds",
@@ -57,8 +66,7 @@ def train(server: Server, seed: int, arm: str, steps: int, seconds_per_token: fl
     torch.set_num_threads(1)
     with TemporaryDirectory() as directory:
         FileTransfer(server.url, directory).load(server.start)
-        micro = {"per_device_train_batch_size": ROWS // MICRO_BATCHES, "gradient_accumulation_steps": MICRO_BATCHES}
-        args = task_args(server, directory, seed, steps, **micro, **ARMS[arm])
+        args = task_args(server, directory, seed, steps, **{**micro_batches(GROUPS), **ARMS[arm]})
         trainer = make_trainer(
             load_model(server.start), grade, args, make_dataset(PROMPTS * steps), TOKENIZER, PacedPasses
         )
