@@ -247,6 +247,16 @@ def test_the_budget_goes_to_the_groups_that_can_be_extended(flags):
     assert plan.saturated == alone.saturated == extended.count(M_UP)
 
 
+def test_prompts_that_differ_only_from_each_other_get_no_spare_candidates():
+    tracker = LengthTracker()
+    for key in range(5):
+        tracker.update(key, [50 + 10 * key] * M, num_prompt_tokens=10)
+    tracker.end_step()
+    plan = VarianceAdmission(tracker, BudgetController(M, M_UP)).plan(prompts([True] * 5))
+    assert plan.num_candidates == [M] * 5
+    assert plan.rho > 0.1
+
+
 def test_without_a_group_that_can_be_extended_there_is_no_budget():
     policy = admission()
     before = policy.budget.state_dict()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import BudgetController, LatencyCurve, redundancy_budget
-from trl_darts.policy.budget import BREAK_EVEN_SPREAD, REFERENCE_STEPS, SETTLING_STEPS
+from trl_darts.policy.budget import BREAK_EVEN_SPREAD, DOUBLING_WAVES, REFERENCE_STEPS, SETTLING_STEPS
 
 
 M, M_UP, N = 8, 16, 64
@@ -60,7 +60,7 @@ def test_impossible_budgets_are_named(rho: float, k: float, price: float, low: i
     st.integers(0, 12),
     st.floats(0, 1),
     st.floats(0, 1),
-    st.lists(st.tuples(st.integers(1, 50), st.one_of(st.just(math.nan), st.floats(0, 20))), max_size=25),
+    st.lists(st.tuples(st.integers(1, 50), *[st.just(math.nan) | st.floats(0, 20)] * 2), max_size=25),
     st.none() | st.floats(1e-6, 1e6),
     st.none() | st.integers(1, 1000),
     st.booleans(),
@@ -70,7 +70,7 @@ def test_always_within_bounds(
     room: int,
     share: float,
     low_share: float,
-    steps: list[tuple[int, float]],
+    steps: list[tuple[int, float, float]],
     price: float | None,
     slots: int | None,
     keeps: bool,
@@ -80,8 +80,8 @@ def test_always_within_bounds(
     bounds = {"min_num_generations": least, "num_slots": slots, "keeps_spares": keeps}
     controller = BudgetController(num_generations, most, target, price, CURVE, **bounds)
     fewest = least if keeps or price is not None else num_generations
-    for num_prompts, rho in steps:
-        total = controller.total(num_prompts, rho)
+    for num_prompts, rho, spread in steps:
+        total = controller.total(num_prompts, rho, spread)
         assert type(total) is int
         assert num_prompts * fewest <= total <= num_prompts * most
         controller.observe(rho, 100.0)
@@ -89,7 +89,7 @@ def test_always_within_bounds(
 
 def test_rho_moves_the_budget_in_proportion_to_that_of_the_first_steps() -> None:
     controller = BudgetController(M, M_UP)
-    assert totals(controller, [math.nan, 0.0]) == [TARGET, N * M]  # without history, and for equal lengths
+    assert totals(controller, [math.nan, 0.0]) == [TARGET, TARGET]  # without history
     controller = BudgetController(M, M_UP)
     assert totals(controller, [2.0] * SETTLING_STEPS) == [TARGET] * SETTLING_STEPS
     totals(controller, np.linspace(0.6, 1.0, REFERENCE_STEPS).tolist())
@@ -103,29 +103,31 @@ def test_rho_moves_the_budget_in_proportion_to_that_of_the_first_steps() -> None
 
 @given(st.floats(0, 3), st.floats(0, 3), st.integers(1, 10_000), st.integers(1, 10_000))
 def test_less_spread_and_fewer_slots_never_mean_more_candidates(
-    rho: float, other_rho: float, slots: int, other_slots: int
+    spread: float, other_spread: float, slots: int, other_slots: int
 ) -> None:
-    def total(rho: float, num_slots: int | None, **fields: int | bool) -> int:
-        return BudgetController(M, M_UP, 1.5, num_slots=num_slots, **fields).total(N, rho)
+    def total(spread: float, num_slots: int | None, **fields: int | bool) -> int:
+        return BudgetController(M, M_UP, 1.5, num_slots=num_slots, **fields).total(N, 0.5, spread)
 
-    (low, high), (few, many) = sorted((rho, other_rho)), sorted((slots, other_slots))
+    (low, high), (few, many) = sorted((spread, other_spread)), sorted((slots, other_slots))
     assert N * M <= total(low, few) <= total(high, few) <= total(high, many) <= total(high, None) <= TARGET
     assert total(low, few, keeps_spares=True, min_num_generations=M + 2) == TARGET
 
 
-def test_spare_candidates_shrink_to_none_where_they_cannot_pay() -> None:
-    """The default `M_low` does not apply then either."""
+@pytest.mark.parametrize("waves", [0, 1, 4, 16])
+def test_spare_candidates_shrink_to_none_where_they_cannot_pay(waves: int) -> None:
+    """The default `M_low` does not apply then either. That prompts differ in their lengths, as ρ tells, is no help."""
 
-    def total(rho: float, num_slots: int | None = None) -> int:
+    def total(spread: float) -> int:
+        num_slots = N * M // waves if waves else None
         controller = BudgetController(M, M_UP, min_num_generations=M + 2, num_slots=num_slots)
-        controller.observe(0.5 if math.isnan(rho) else rho, 100.0)
-        return controller.total(N, rho)
+        controller.observe(1.2, 100.0)
+        return controller.total(N, 1.2, spread)
 
-    assert total(BREAK_EVEN_SPREAD) == N * M
-    assert total(1.5 * BREAK_EVEN_SPREAD) == (N * M + TARGET) / 2
-    assert total(2 * BREAK_EVEN_SPREAD) == total(math.nan) == TARGET
-    assert total(1.2, N * M) == total(1.2, N * M // 4) == total(math.nan, N * M) == TARGET
-    assert total(1.2, N * M // 16) == total(math.nan, N * M // 16) == N * M
+    break_even = BREAK_EVEN_SPREAD * 2 ** (waves / DOUBLING_WAVES)
+    assert total(break_even) == total(0.0) == N * M
+    assert total(1.5 * break_even) == (N * M + TARGET) / 2
+    assert total(2 * break_even) == TARGET
+    assert (total(math.nan) == TARGET) == (waves <= 4)
 
 
 def test_over_many_runs_the_mean_budget_is_the_target() -> None:

@@ -33,7 +33,8 @@ def feed(tracker: LengthTracker, step: list[tuple[int, list[tuple[int, bool]]]])
 
 def observables(tracker: LengthTracker) -> list[float]:
     per_prompt = [value for key in range(-3, 4) for value in (tracker.mean(key), tracker.std(key))]
-    return [tracker.rho, *per_prompt, *tracker.prior.predict(50), *(tracker.prior.typical_stds() or ())]
+    typical = [*(tracker.prior.typical_stds() or ()), tracker.prior.typical_spread()]
+    return [tracker.rho, *per_prompt, *tracker.prior.predict(50), *typical]
 
 
 def test_variance_and_mean_are_moving_averages_over_epochs() -> None:
@@ -233,6 +234,7 @@ def test_prompts_of_one_length_predict_their_mean(tokens: int, moments: list[tup
 def test_nothing_is_predicted_from_nothing() -> None:
     assert all(map(math.isnan, PromptLengthPrior().predict(10)))
     assert PromptLengthPrior().typical_stds() is None
+    assert math.isnan(PromptLengthPrior().typical_spread())
 
 
 def test_a_trend_is_found_and_the_level_is_that_of_the_prompts_seen(rng: np.random.Generator) -> None:
@@ -243,6 +245,7 @@ def test_a_trend_is_found_and_the_level_is_that_of_the_prompts_seen(rng: np.rand
         predicted = [prior.predict(n)[quantity] for n in tokens.tolist()]
         assert np.mean(predicted) == pytest.approx(truth.mean(), rel=0.1)
         assert prior.predict(400)[quantity] / prior.predict(100)[quantity] == pytest.approx(4**slope, rel=0.05)
+    assert prior.typical_spread() == pytest.approx(stds.mean() / means.mean())
     low, high = prior.typical_stds()
     assert np.mean((low < stds) & (stds < high)) > 0.9
 

@@ -23,16 +23,16 @@ budgets would be lower. The reference is fixed afterwards: the budget itself cha
 one would follow its own decisions. It is a mean, so that budgets have their target on average.
 """
 
-BREAK_EVEN_SPREAD = 0.12
+BREAK_EVEN_SPREAD, DOUBLING_WAVES = 0.12, 4
 """
-ρ at which spare candidates cost as much time as they save, on engines with a slot for each. In a simulation with the
-latencies that NVIDIA published for Llama-3.1-8B, 0.5 spare candidates per row make rollouts 0.90 times as fast for
-ρ = 0.06, and 1.20 times as fast for 0.26. With few slots a batch is decoded in N·M / slots waves. Spare candidates
-make each wave longer but shorten the tail only once: 1, 2, 4 and 8 waves break even at 0.26, 0.35, 0.6 and 1.3, where
-they start with the rows of their group.
+Spread of a prompt's lengths at which spare candidates cost as much time as they save, on engines with a slot for each,
+and the number of waves that doubles it. With few slots a batch is decoded in N·M / slots waves. Spare candidates start
+after all rows and shorten the last wave, but keep the engines full, and so slow, to its end. In a simulation with the
+latencies that NVIDIA published for Llama-3.1-8B, 0.5 spare candidates per row break even at 0.14, 0.17 and 0.20 for 1,
+2 and 4 waves. For 8 and 16, they do at 0.25 and 0.33 where all prompts are alike, and never where prompts differ.
 """
 DEFAULT_REDUNDANCY = 1.5  # M_total is about 1.5·N·M on average in the paper (Appendix B)
-USUAL_SPREAD = 1.0  # ρ without history; published data sets have 1.1 to 1.6
+USUAL_SPREAD = 0.5  # without history
 
 
 def redundancy_budget(rho: float, cost_slope: float, cost_weight: float, low: int, high: int) -> int:
@@ -82,9 +82,9 @@ class BudgetController:
     M_total = target_redundancy · N · M · ρ / ρ_ref     within [N·M_low, N·M_up]
     ```
 
-    Longer tails than in the first steps raise the budget, shorter ones lower it. If lengths spread too little for the
-    number of slots, no candidates beyond N·M are added ([`BREAK_EVEN_SPREAD`]). If the user sets λ, Eq. 8 is used as
-    published, with k from the latency curve.
+    Longer tails than in the first steps raise the budget, shorter ones lower it. If a prompt's lengths spread too
+    little for the number of slots, no candidates beyond N·M are added ([`BREAK_EVEN_SPREAD`]). If the user sets λ,
+    Eq. 8 is used as published, with k from the latency curve.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class BudgetController:
         self._rhos: list[float] = []
         self._lengths: list[float] = []
 
-    def total(self, num_prompts: int, rho: float) -> int:
+    def total(self, num_prompts: int, rho: float, spread: float = math.nan) -> int:
         """
-        Returns the number of candidates M_total (Eq. 8 and 9) for a step of `num_prompts` prompts. Without history
-        (`rho` is NaN), the budget is the target.
+        Returns the number of candidates M_total (Eq. 8 and 9) for a step of `num_prompts` prompts. `spread` is the
+        standard deviation of a prompt's lengths over their mean. Without history, both are NaN.
         """
         low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._rhos and not math.isnan(rho):
@@ -128,15 +128,15 @@ class BudgetController:
         ratio = rho / reference if known else 1.0
         rows = num_prompts * self.num_generations
         wanted = min(max(self.target_redundancy * ratio * rows, low), high)
-        return round(rows + self._paying_share(rows, rho) * (wanted - rows))
+        return round(rows + self._paying_share(rows, spread) * (wanted - rows))
 
-    def _paying_share(self, rows: int, rho: float) -> float:
+    def _paying_share(self, rows: int, spread: float) -> float:
         """Returns the share of the spare candidates to add: 0 up to the break-even, rising to 1 at twice that."""
         if self.keeps_spares or self.cost_weight is not None:
             return 1.0
         waves = rows / self.num_slots if self.num_slots else 0.0
-        spread = (USUAL_SPREAD if math.isnan(rho) else rho) / (1 + waves)
-        return min(max(spread / BREAK_EVEN_SPREAD - 1, 0.0), 1.0)
+        spread = USUAL_SPREAD if math.isnan(spread) else spread
+        return min(max(spread * 2.0 ** (-waves / DOUBLING_WAVES) / BREAK_EVEN_SPREAD - 1, 0.0), 1.0)
 
     def _cost_slope(self, low: int, high: int) -> float:
         """

@@ -291,6 +291,11 @@ class PromptLengthPrior:
         reach = 2 * math.sqrt(max(zz - z * z, 0.0))
         return math.exp(z - reach), math.exp(z + reach)
 
+    def typical_spread(self) -> float:
+        """Returns the mean standard deviation of a prompt's lengths over their mean, NaN before the first update."""
+        count, averages = self._averages()
+        return averages[-1] / max(averages[-2], 1.0) if count else math.nan
+
     def _averages(self) -> tuple[float, list[float]]:
         sums = self._sums + self._pending
         count = float(sums[0])

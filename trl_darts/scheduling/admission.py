@@ -141,7 +141,8 @@ class VarianceAdmission(UniformAdmission):
         """Chooses M'_i from the smoothed length deviation of each prompt, or the predicted one if unseen."""
         high = self.budget.max_num_generations
         rho, extendable = self.tracker.rho, [prompt for prompt in prompts if prompt.extendable]
-        extended = iter(self._allocate(extendable, self.budget.total(len(extendable), rho)) if extendable else ())
+        total = self.budget.total(len(extendable), rho, self.tracker.prior.typical_spread())
+        extended = iter(self._allocate(extendable, total) if extendable else ())
         counts = [next(extended) if prompt.extendable else self.num_generations for prompt in prompts]
         saturated = sum(count == high for count in counts) if high > self.num_generations else 0
         return Admission(counts, saturated, None if np.isnan(rho) else rho, self.expected_lengths(prompts))
