@@ -12,7 +12,8 @@ with our connection to the server (TRL's client refuses one without CUDA), runs 
 Two arms have a server that drafts (`suffix`), one of them without learning.
 
 The machine `exact` is `cpu` with a whole group in each micro-batch, so that its rows can share their prompt, for GRPO
-beside TRL's class over the same steps. Runs of `cpu` were made before prompts were shared and log-probs reused.
+beside TRL's class over the same steps. Its server decodes with both cores, which the trainer leaves idle meanwhile,
+and with one core in `exact_1`, as in `cpu`. Runs of `cpu` were made before prompts were shared and log-probs reused.
 
 A run takes a quarter of an hour on two quiet cores. Seconds of runs that had the machine to themselves are seconds; of
 others, only the tokens count.
@@ -34,6 +35,7 @@ from benchmarks.harness import Benchmark, Shared, load, main
 from benchmarks.servers import StepSeconds, TRLTrainer, make_trainer, training_args
 from benchmarks.smollm2_rollouts import (
     CHECKPOINT,
+    CPU,
     HAS_BFLOAT16,
     MACHINES,
     NUM_GENERATIONS,
@@ -77,9 +79,13 @@ class Setting:
     config: Mapping[str, Any]
 
 
+EXACT = {"exact": "both cores", "exact_1": "one core"}  # with what the server decodes
+TWO_THREADS = {**CPU.server["env"], "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+BOTH_CORES = replace(CPU, server={**CPU.server, "env": TWO_THREADS})
 SETTINGS = {
-    "cpu": Setting(MACHINES["cpu"], "smollm2", steps=9, micro_batch=4, config={}),
-    "exact": Setting(MACHINES["cpu"], "smollm2.exact", steps=9, micro_batch=NUM_GENERATIONS, config={}),
+    "cpu": Setting(CPU, "smollm2", steps=9, micro_batch=4, config={}),
+    "exact": Setting(BOTH_CORES, "smollm2.exact", steps=9, micro_batch=NUM_GENERATIONS, config={}),
+    "exact_1": Setting(CPU, "smollm2.exact_1", steps=9, micro_batch=NUM_GENERATIONS, config={}),
     "gpu": Setting(
         MACHINES["gpu"],
         "smollm2.gpu",
@@ -226,20 +232,23 @@ def parts_of(runs: Sequence[Run]) -> dict[str, float]:
     return {**parts, "rest": float(np.mean([mean_of(run, "step_seconds") for run in runs])) - sum(parts.values())}
 
 
-def against_trl(results: Path) -> dict[str, list[Run]]:
-    """Returns runs of TRL's class and of GRPO, over equally many steps."""
-    pairs = pairs_of(runs_of(results, "exact"), TRL) or pairs_of(runs_of(results, "cpu"), TRL)
+def against_trl(results: Path, machines: Sequence[str] = (*EXACT, "cpu")) -> dict[str, list[Run]]:
+    """Returns runs of TRL's class and of GRPO, over equally many steps, on the first machine that has both."""
+    pairs = next(filter(None, (pairs_of(runs_of(results, machine), TRL) for machine in machines)), [])
     return {"TRL": [own for own, _ in pairs], "GRPO": [base for _, base in pairs]}
 
 
 def exact_tables(results: Path) -> str:
     """Returns the speed and the parts of a step of GRPO beside those of TRL's class."""
-    if not pairs_of(runs_of(results, "exact"), TRL):
-        return ""
-    parts = {arm: parts_of(runs) for arm, runs in against_trl(results).items()}
-    rows = [[arm, *(f"{seconds:.2f}" for seconds in own.values())] for arm, own in parts.items()]
-    header = ["seconds of a step", *parts["GRPO"]]
-    return f"{speed_table(results, 'exact')}\n\n{cells.table(header, rows)}"
+    blocks = []
+    for machine, cores in EXACT.items():
+        runs = against_trl(results, [machine])
+        if runs["TRL"]:
+            parts = {arm: parts_of(own) for arm, own in runs.items()}
+            rows = [[arm, *(f"{seconds:.2f}" for seconds in own.values())] for arm, own in parts.items()]
+            table = cells.table(["seconds of a step", *parts["GRPO"]], rows)
+            blocks += [f"The server decodes with {cores}:", speed_table(results, machine), table]
+    return "\n\n".join(blocks)
 
 
 def progress_table(results: Path, machine: str) -> str:
