@@ -69,14 +69,19 @@ class ContinuousRun(RolloutRun):
         self._execute(self.scheduler.add(plans, time.perf_counter()))
 
     async def take(self, rule: FreshGroups | FinishedGroups) -> RolloutResult:
-        """Waits for the groups of the next batch, ends and returns them."""
+        """
+        Waits for the groups of the next batch, ends and returns them. Their aborted candidates end with the tokens
+        that have arrived, without the servers' answers, for which each batch or wave would wait.
+        """
         self.rollout = Waiting(self.deadlines.rollout_s)
         while (chosen := rule.choose(self.scheduler)) is None:
             await self._wait()
         self._execute(self.scheduler.select(chosen, time.perf_counter()))
         self._pass_on()
-        while not self.scheduler.has_ended(chosen):
-            await self._wait()
+        for request in [own for own in self.requests.values() if own.command.group_id in chosen]:
+            if request.internal_id is None:  # not sent yet
+                self._close(request)
+            self._report_abort(request)
         for group_id in chosen:
             del self.prompts[group_id]
         self.suspects.difference_update(chosen)

@@ -378,8 +378,8 @@ class RolloutRun:
         if self.finished.done():  # all requests are being aborted
             return
         now, url = time.perf_counter(), request.command.engine_id
-        if isinstance(error, aiohttp.ClientError | ServerBrokenError) and request.aborted_at is not None:
-            self._report_abort(request)  # a request aborted in the server's queue ends without a reason
+        if request.aborted_at is not None:  # if it was in the server's queue, it ends without a reason
+            self._report_abort(request)
         elif isinstance(error, aiohttp.ConnectionTimeoutError) and self._was_late_since_sent(request):
             await self._receive(request)
         elif isinstance(error, ServerBusyError) or is_our_own(error):
@@ -415,9 +415,10 @@ class RolloutRun:
         tried = self._note_failure(request, url, reason, is_busy)
         if self.requests.get(request.key) is not request:  # the server is lost
             return
-        candidate: Any = self.scheduler.ledger.find(request.command.candidate_id)
-        pause = min(MAX_RETRY_S, RETRY_S * 2**candidate.num_empty_attempts)
-        await asyncio.sleep(BUSY_S if is_busy and not tried else pause)
+        if request.aborted_at is None:
+            candidate: Any = self.scheduler.ledger.find(request.command.candidate_id)
+            pause = min(MAX_RETRY_S, RETRY_S * 2**candidate.num_empty_attempts)
+            await asyncio.sleep(BUSY_S if is_busy and not tried else pause)
         if request.aborted_at is not None:
             self._report_abort(request)
         else:
