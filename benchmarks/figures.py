@@ -98,7 +98,7 @@ FOREST = {  # by basis: label, number and colour
         ("full engine", "engines.1", "guard off"),
     ],
     "Two CPU cores": [
-        ("GRPO over TRL's", "cpu.trl", "GRPO"),
+        ("GRPO over TRL's", "cpu.exact", "GRPO"),
         ("default, step", "cpu.step", "default"),
         ("SmolLM2, new", "cpu.new", "guard off"),
         ("SmolLM2, known", "rollouts.default.cpu", "guard off"),

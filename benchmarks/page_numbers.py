@@ -243,6 +243,7 @@ NUMBERS: dict[str, Number] = {
         "smollm2.default.seed*.json", lambda: each(smollm2("smollm2", "default"), speed_of("step_seconds"))
     ),
     "cpu.trl": _over_trl("smollm2"),
+    **{f"cpu.{machine}": _over_trl(f"smollm2.{machine}") for machine in ("exact", "exact_1")},
     "cpu.new": _rollouts("bare", "default", NEW),
     "padding.tail": Number("padding.jsonl", _padding),
     **{f"step.{prompt}": _step(prompt) for prompt in (128, 512, 2048)},
