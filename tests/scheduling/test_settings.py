@@ -175,7 +175,7 @@ def test_a_copy_has_the_same_budget():
     """If lengths hardly spread, spare candidates are only used if the user sets them."""
     prompts, tracker = [PromptInfo(key, 4) for key in range(128)], LengthTracker()
     for key in range(128):
-        tracker.update(key, [100, 100])
+        tracker.update(key, [100, 100], num_prompt_tokens=4)
     tracker.end_step()
     settings = ScheduleSettings()
     asked = replace(settings, min_num_generations=10)

@@ -123,7 +123,8 @@ class LengthTracker:
                 Whether each length is a lower bound because the candidate was aborted or hit the limit. By default,
                 none is.
             num_prompt_tokens (`int`, *optional*):
-                Length of the prompt. Used to predict the completion lengths of unseen prompts.
+                Length of the prompt. Used to predict the completion lengths of unseen prompts, and required for the
+                spread within prompts, by which spare candidates are added or left out.
 
         Raises:
             [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
