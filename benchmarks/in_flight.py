@@ -1,7 +1,7 @@
 """
 What does a weight sync in the middle of a rollout cost inside the engine, and is each token of the version it says?
 
-    python -m benchmarks.in_flight [--steps 200] [--kvs recompute,keep] [--schedules grpo,darts]
+    python -m benchmarks.in_flight [--steps 40] [--kvs recompute,keep] [--schedules grpo,darts]
 
 Trains on a real vLLM server with `rollout_ahead="continuous"`. A plugin in the server writes down each engine step,
 with the tokens that it sampled, and each load of weights. Afterwards the versions of each candidate are compared with
@@ -194,7 +194,7 @@ BENCHMARK = Benchmark(
     {"schedule": list(SCHEDULES), "kv": ["recompute", "keep"]},
     run,
     parts.in_flight,
-    options={"steps": 200},
+    options={"steps": 40},
     quick={"steps": 12, "schedule": ["grpo"], "kv": ["recompute"]},
     check=check,
     resumes=False,
