@@ -4,9 +4,9 @@ Training while the tail decodes: how long a step takes beside the longer one of 
     python -m benchmarks.waves [--shares 0.2,0.5,1] [--arms grpo,waves] [--seeds 0,1,2,3,4] [--steps 8]
 
 Task and engine are those of `training.py`: 32 × 8 rows a step, and a real vLLM server at the published pace of an 8 B
-model. A step has 8 micro-batches of four groups; *waves of 2* and *of 1* have 16 and 32. Each pass also sleeps for
-`share` of GRPO's seconds of rollout per token that it trains on, which were measured before with no such sleep, as a
-GPU would train. The arms of a seed follow each other, from the same model, with the same prompts.
+model. A step has 8 micro-batches of four groups, and 32 of one in *waves of 1*. Each pass also sleeps for `share`
+of GRPO's seconds of rollout per token that it trains on, which were measured before with no such sleep, as a GPU would
+train. The arms of a seed follow each other, from the same model, with the same prompts.
 
 Stored are means over all steps but the first: seconds of a step, of its rollout, of waiting for it, of scoring, of
 weight sync, and of passes. Trainers have one thread for PyTorch, as in `peers.py`. A step of *grpo* takes rollout and
@@ -47,7 +47,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "ahead": {"schedule": "grpo", "rollout_ahead": 1},
     "darts": {"schedule": "darts"},
     "darts waves": {"schedule": "darts", **WAVES},
-    **{f"waves of {groups}": {"schedule": "grpo", **WAVES, **micro_batches(groups)} for groups in (2, 1)},
+    "waves of 1": {"schedule": "grpo", **WAVES, **micro_batches(1)},
 }
 METRICS = {
     "seconds": "step_seconds",

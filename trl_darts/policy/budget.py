@@ -118,7 +118,8 @@ class BudgetController:
     def total(self, num_prompts: int, rho: float, spread: float = math.nan) -> int:
         """
         Returns the number of candidates M_total (Eq. 8 and 9) for a step of `num_prompts` prompts. `spread` is the
-        standard deviation of a prompt's lengths over their mean. Without history, both are NaN.
+        standard deviation of a prompt's lengths over their mean. Without history, both are NaN, and the budget is the
+        target unless slots are few.
         """
         low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._rhos and not math.isnan(rho):
