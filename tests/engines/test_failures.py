@@ -32,7 +32,7 @@ from tests.engines.stub_servers import (
     tokens_of,
 )
 from tests.waits import wait_for
-from trl_darts.engines import monitor, opener, server_log, vllm_api, vllm_rollout, waiting
+from trl_darts.engines import aborts, monitor, opener, server_log, vllm_api, vllm_rollout, waiting
 from trl_darts.engines.continuous_run import ContinuousRun
 from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.pool import State
@@ -72,7 +72,7 @@ def check_streamed(result, length):
 
 
 def test_requests_are_opened_in_turns_and_control_requests_do_not_wait(monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "ABORT_GRACE_S", opener.MAX_OPENING_S + 0.3)  # after which others are opened
+    monkeypatch.setattr(aborts, "ABORT_GRACE_S", opener.MAX_OPENING_S + 0.3)  # after which others are opened
 
     async def decode(request, body):
         await asyncio.sleep(0.02)  # before the headers
@@ -378,7 +378,7 @@ def test_an_answer_that_still_arrives_is_not_failed_by_the_clock():
 
 def test_silence_beyond_the_limit_is_an_error(monkeypatch):
     """Others decode, and without metrics the server may have queued it."""
-    monkeypatch.setattr(vllm_rollout, "ABORT_GRACE_S", 0.1)
+    monkeypatch.setattr(aborts, "ABORT_GRACE_S", 0.1)
 
     async def decode(request, body):
         if body["request_id"].split("-")[-2] == "3":

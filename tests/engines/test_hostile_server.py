@@ -32,7 +32,7 @@ from tests.engines.hostile_server import (
     right_answer,
 )
 from tests.policies import make_policies
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout, vllm_server
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, aborts, monitor, vllm_rollout, vllm_server
 from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, ScheduleSettings
@@ -234,7 +234,7 @@ def test_candidate_that_never_ends_is_an_error():
 
 @pytest.mark.parametrize("status", [200, 404, None])
 def test_badly_answered_aborts_do_not_hold_the_rollout_up(monkeypatch, status):
-    monkeypatch.setattr(vllm_rollout, "ABORT_GRACE_S", 0.3)
+    monkeypatch.setattr(aborts, "ABORT_GRACE_S", 0.3)
     server = HostileServer(6)
     server.plan = lambda group, index, segment: "good" if index < 2 else "hangs within the stream"
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.engines.fake_server import answer, completion, fake_server
 from tests.engines.stub_servers import BODY, TOKENS, Stub, engine_on, event_stream, rollout_of, run, start, tokens_of
 from tests.waits import wait_for
-from trl_darts.engines import monitor, server_log, vllm_rollout, vllm_server, waiting
+from trl_darts.engines import aborts, monitor, server_log, vllm_server, waiting
 from trl_darts.engines.monitor import Monitor
 from trl_darts.engines.pool import ServerPool, State
 from trl_darts.engines.vllm_api import VLLMServer, new_session
@@ -388,7 +388,7 @@ def check_deadline(url, seconds, error, words, **deadlines):
 
 
 def test_rollout_deadline(monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "END_S", 0.5)
+    monkeypatch.setattr(aborts, "END_S", 0.5)
     with mute_server() as url:
         words = r"longer than `vllm_rollout_timeout_s` \(1 s\): 2 candidates are still open"
         # Its aborts are not answered either.

@@ -16,7 +16,7 @@ from aiohttp import web
 from tests.engines.fake_server import fake_server
 from tests.engines.stub_servers import BODY, Stub, event_stream, send
 from tests.policies import make_policies
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, vllm_rollout, vllm_server
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, aborts, monitor, vllm_server
 from trl_darts.engines.pool import State
 from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers
@@ -29,7 +29,7 @@ LENGTHS = [[4, 60], [6, 90], [5, 5]]
 def _quick(monkeypatch):
     monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", 0.004)
-    monkeypatch.setattr(vllm_rollout, "ABORT_RESEND_S", 0.01)
+    monkeypatch.setattr(aborts, "ABORT_RESEND_S", 0.01)
 
 
 class Decoder(Stub):
@@ -47,6 +47,7 @@ class Decoder(Stub):
         self.life = 0
         self.num_running = 0
         self.num_tokens = 0
+        self.waits_at: int | None = None  # a token before which a request waits until it is aborted
         self.aborted: set[str] = set()
         self.problems: list[str] = []
 
@@ -72,6 +73,8 @@ class Decoder(Stub):
         response = await event_stream(request)
         for token in tokens:
             await asyncio.sleep(0.004)
+            while token == self.waits_at and f"cmpl-{request_id}-0" not in self.aborted:
+                await asyncio.sleep(0.004)
             if self.life != life:
                 return hang_up(request)
             if any(peer.num_running for peer in self.peers):
@@ -145,11 +148,13 @@ def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
 
 def test_what_is_left_moves_with_its_tokens():
     with two_kinds(takes_turns=False, num_main=2) as (engine, (one, other, tail), _):
+        one.waits_at = other.waits_at = 20
         result = run(engine)
         assert result.tail_switch.num_moved == 2
         assert result.num_resumed == 0
-        assert tail.num_tokens > 100  # of 150
+        assert tail.num_tokens > 100  # of 150: a main server has at most 21 of each
         assert one.num_tokens + other.num_tokens + tail.num_tokens == sum(map(sum, LENGTHS))
+        one.waits_at = other.waits_at = None
         tail.num_tokens = 0
         assert run(engine, switch_at=0).tail_switch is None
         assert tail.num_tokens == 0

@@ -84,7 +84,7 @@ class ContinuousRun(RolloutRun):
             self._report_abort(request)
         for group_id in chosen:
             del self.prompts[group_id]
-        self.suspects.difference_update(chosen)
+        self.failed_prompts.forget(chosen)
         self._passed_on.difference_update(chosen)
         self.rollout = None
         return self.scheduler.take(chosen, time.perf_counter())
@@ -139,7 +139,7 @@ class ContinuousRun(RolloutRun):
             self._report(EngineUpdated(url, self._step_of(self.pool.version), None, now))
             return
         self.pool.members[url].last_progress = now
-        for request in self._open(url):
+        for request in self.requests.on(url):
             request.last_progress = now
             count = num_outputs.get(request.internal_id or "")
             if count is not None:

@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -43,9 +43,12 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.scheduler import MAX_STALLS
+from .aborts import Aborts
+from .failed_prompts import FailedPrompts
 from .failures import describe, is_our_own
-from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
+from .lateness import silence, silent_requests, stalled_requests
 from .monitor import Monitor
+from .open_requests import OpenRequest, OpenRequests
 from .opener import CandidateStream
 from .pool import Member, State
 from .prefixes import MAX_AT_ONCE, Target, VerifiedPrefixes
@@ -62,15 +65,9 @@ from .vllm_api import (
 from .waiting import Deadlines, Waiting
 
 
-ABORT_RESEND_S = 0.1  # an abort can overtake its request, so it is repeated until the response arrives
-ABORT_GRACE_S = 5.0  # without a response to an abort, the connection is closed, and the last tokens are lost
-END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy server takes half a second
 CLOCK_S = 0.1
 CHECKS = 8  # number of checks within the shorter token deadline
 CATCH_UP_S = 3.0  # after our own loop was late, no server is judged: what has arrived must be read first
-# A server on which so many prompts fail, within this time and with nothing else decoding, is lost. With fewer, or
-# while it decodes others, the prompts are the cause.
-MAX_FAILED_PROMPTS, FAILURES_S = 3, 60.0
 # Pauses before a candidate is tried again: after a failure, doubled with each one in a row, and if a server is busy.
 RETRY_S, MAX_RETRY_S, BUSY_S = 0.05, 1.0, 1.0
 
@@ -105,10 +102,9 @@ class RolloutRun:
         self.seed = seed
         self.reuse = reuse
         self.run_id = uuid.uuid4().hex
-        self.requests: dict[Key, OpenRequest] = {}
-        self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
-        self.failures: dict[str, dict[int, float]] = {}  # by server, last failures of groups since its last token
-        self.suspects: set[int] = set()  # groups that failed on a server that decodes others
+        self.requests = OpenRequests()
+        self.aborts = Aborts(self.requests, self.pool)
+        self.failed_prompts = FailedPrompts()
         self.loners: set[int] = set()  # candidates whose request failed when they shared it
         self.next_check = 0.0  # time of the next check for late requests
         self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
@@ -129,7 +125,8 @@ class RolloutRun:
                 await self.finished
         except BaseException as error:
             self.error = error
-            await self._end_requests()
+            self.finished.cancel()  # stops reporting events
+            await self.aborts.end_all(self._end_unsent)
             raise
         finally:
             if self.has_begun:
@@ -179,15 +176,12 @@ class RolloutRun:
 
     def num_held(self, url: str) -> int:
         """Returns the number of candidates on a server."""
-        return len(self._open(url))
-
-    def _open(self, url: str) -> list[OpenRequest]:
-        return [request for request in self.requests.values() if request.command.engine_id == url]
+        return len(self.requests.on(url))
 
     def on_lost(self, url: str, reason: str) -> None:
         """Reports a lost server and closes its requests."""
-        lost = self._open(url)
-        self.failures.pop(url, None)
+        lost = self.requests.on(url)
+        self.failed_prompts.forget_server(url)
         untried = {request.command.candidate_id for request in lost if not request.sent}
         self.pool.members[url].ghosts += [r.internal_id for r in lost if r.internal_id is not None]
         self._report(EngineLost(url, reason, time.perf_counter(), untried))
@@ -224,7 +218,7 @@ class RolloutRun:
 
     def versions_on(self, url: str) -> set[int]:
         """Returns the versions of the weights that a server's requests decode with."""
-        return {request.version for request in self._open(url)}
+        return {request.version for request in self.requests.on(url)}
 
     async def _keep_time(self) -> None:
         """Logs waits, and enforces the deadlines of tokens, of lost servers and of the rollout."""
@@ -270,7 +264,7 @@ class RolloutRun:
             return
         self.next_check = now + min(deadlines.first_token_s, deadlines.token_s, deadlines.request_s) / CHECKS
         for url in urls:
-            running = [request for request in self._open(url) if request.aborted_at is None]
+            running = [request for request in self.requests.on(url) if request.aborted_at is None]
             if running:
                 self._check_server(url, running, now)
 
@@ -318,10 +312,7 @@ class RolloutRun:
             elif isinstance(command, Submit):
                 self._start(command)
             else:
-                self.requests[command.candidate_id, command.segment].aborted_at = time.perf_counter()
-                aborter = self.aborters.get(command.engine_id)
-                if aborter is None or aborter.done():
-                    self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
+                self.aborts.begin(self.requests[command.candidate_id, command.segment], self._end_unsent)
 
     def _start(self, command: Submit) -> None:
         version = self.pool.members[command.engine_id].decodes_version
@@ -346,6 +337,11 @@ class RolloutRun:
         request.aborted_at = None
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()
+
+    def _end_unsent(self, request: OpenRequest) -> None:
+        """Ends a request that no server has."""
+        self._close(request)
+        self._report_abort(request)
 
     async def _decode(self, request: OpenRequest) -> None:
         try:
@@ -432,16 +428,14 @@ class RolloutRun:
             return now - member.refuses_since > self.deadlines.first_token_s
         if request.has_companions:
             return False
-        failures = self.failures.setdefault(url, {})
-        failures[request.command.group_id] = now
-        recent = {group: at for group, at in failures.items() if now - at < FAILURES_S and group not in self.suspects}
-        if len(recent) >= MAX_FAILED_PROMPTS and not self._runs(url, since=min(recent.values())):
+        since = self.failed_prompts.note(url, request.command.group_id, now)
+        if since is not None and not self._runs(url, since):
             self.pool.lose(url, reason)
         return True
 
     def _runs(self, url: str, since: float) -> bool:
         """Whether requests run on a server that it had before a time."""
-        return any(r.sent and not r.failing and r.last_progress < since for r in self._open(url))
+        return any(r.sent and not r.failing and r.last_progress < since for r in self.requests.on(url))
 
     def _report_abort(self, request: OpenRequest) -> None:
         now = time.perf_counter()
@@ -456,7 +450,7 @@ class RolloutRun:
             self.tokens = Waiting(self.deadlines.token_s)
             request.last_progress = member.last_progress = now
             request.decodes = True
-            self.suspects.update(self.failures.pop(member.server.base_url, ()))
+            self.failed_prompts.suspect(member.server.base_url)
         is_error = chunk.finish_reason == "error" or (chunk.finish_reason == "abort" and request.aborted_at is None)
         if chunk.finish_reason is None or is_error:
             self._report(TokensArrived(*request.key, offset, chunk.tokens, chunk.logprobs, now))
@@ -488,59 +482,14 @@ class RolloutRun:
         request_id = f"{prompt_mark([len(prompt.tokens)])}-{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)
 
-    async def _abort(self, url: str) -> None:
-        while pending := [request for request in self._open(url) if request.aborted_at is not None]:
-            for request in [request for request in pending if request.internal_id is None]:  # not sent yet
-                self._close(request)
-                self._report_abort(request)
-            try:
-                server = self.pool.members[url].server
-                supported = await server.abort(_internal_ids(pending), ABORT_GRACE_S)
-            except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
-                supported = False
-            deadline = time.perf_counter() - ABORT_GRACE_S
-            for request in pending:
-                late = request.aborted_at is not None and request.aborted_at < deadline
-                # Without tokens, only the end of its stream says that it was aborted, and others share the stream.
-                ends_silently = supported and request.has_companions and not request.decodes
-                if request.task is not None and (late or ends_silently or not supported):
-                    request.task.cancel()
-            await asyncio.sleep(ABORT_RESEND_S)
-
     async def _cancel(self) -> None:
         """Closes all open requests, so that servers stop decoding them."""
         self.finished.cancel()
         requests = list(self.requests.values())
         for request in requests:
             self._close(request)
-        others = [*self.aborters.values(), *([] if self.turns is None else [self.turns])]
-        for task in others:
-            task.cancel()
-        tasks = [*others, *(request.task for request in requests if request.task is not None)]
+        tasks = [*self.aborts.cancel(), *(request.task for request in requests if request.task is not None)]
+        if self.turns is not None:
+            self.turns.cancel()
+            tasks.append(self.turns)
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _end_requests(self) -> None:
-        """
-        Aborts all requests before their connections are closed. vLLM misses some of many connections that close at
-        once, and would decode those requests to their limit.
-        """
-        self.finished.cancel()  # stops reporting events
-        for request in [request for request in self.requests.values() if request.internal_id is None]:
-            self._close(request)  # not sent yet
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), ABORT_GRACE_S)
-
-    async def _end_on(self, url: str) -> None:
-        while requests := self._open(url):
-            try:
-                if not await self.pool.members[url].server.abort(_internal_ids(requests), END_S):
-                    return
-            except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
-                return
-            tasks = [request.task for request in requests if request.task is not None]
-            await asyncio.wait(tasks, timeout=ABORT_RESEND_S)
-
-
-def _internal_ids(requests: Sequence[OpenRequest]) -> list[str]:
-    """Returns the internal IDs of the requests that were sent."""
-    return [request.internal_id for request in requests if request.internal_id is not None]
