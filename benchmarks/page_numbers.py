@@ -117,6 +117,10 @@ def _rounded(values: Sequence[float], digits: int) -> str:
     return f"{round(np.mean(values), digits):,.{max(digits, 0)}f}"
 
 
+def _largest(values: Sequence[float]) -> str:
+    return f"{max(values):.0f}"
+
+
 def _learning(
     world: str, arm: str, value: Callable[..., float] = time_to_reward, form: Callable[..., str] = ratio
 ) -> Number:
@@ -186,6 +190,14 @@ def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callab
     return _paired("peers.jsonl", arm, base, value, form)
 
 
+def _peers_fast(arm: str, value: Callable[[Run], float], form: Callable[..., str]) -> Number:
+    return _paired("peers_fast.jsonl", arm, "async-4", lambda own, _: value(own), form)
+
+
+def _share_of_passes(own: Run) -> float:
+    return float((own["parts"]["passes"] + own["parts"]["pace"]) * own["steps"] / own["seconds"])
+
+
 def _agents(arm: str, base: str) -> Number:
     return _paired("agents.jsonl", arm, base, _as_fast)
 
@@ -253,16 +265,30 @@ NUMBERS: dict[str, Number] = {
         for arm in ("default", "continuous")
     },
     **{
-        f"peers.shared.{arm}{what}": _paired("peers_shared.jsonl", arm, "async-4", value)
-        for arm in ("default", "continuous")
+        f"peers.{name}.{arm.split()[-1]}{what}": _paired(f"peers_{name}.jsonl", arm, "async-4", value)
+        for name, more in (("shared", ()), ("fast", ("default ahead", "default waves")))
+        for arm in ("default", "continuous", *more)
         for what, value in (("", _as_early), (".no_syncs", _as_early_without_syncs))
     },
     "peers.shared.apart": _paired("peers_shared.jsonl", "default apart", "async-4", _as_early),
     "peers.shared.gain": _paired("peers_shared.jsonl", "default apart", "default", lambda a, b: 1 / _as_early(a, b)),
-    "peers.shared.kept": _paired("peers_shared.jsonl", "continuous", "async-4", lambda own, _: own["kept_over_plain"]),
+    **{
+        f"peers.fast.{arm.split()[-1]}.oldest": _peers_fast(arm, lambda own: own["oldest"], _largest)
+        for arm in ("default", "default ahead", "default waves", "continuous")
+    },
+    **{
+        f"peers.fast.{arm.split('-')[0]}.{what}": _peers_fast(arm, value, mean)
+        for arm, what, value in (
+            ("default", "kept", lambda own: own["kept_over_plain"]),
+            ("continuous", "kept", lambda own: own["kept_over_plain"]),
+            ("async-4", "kept", lambda own: own["kept_over_plain"]),
+            ("async-4", "passes", _share_of_passes),
+            ("continuous", "passes", _share_of_passes),
+        )
+    },
     **{
         f"peers.{name}.async.{what}": _paired(f"peers_{name}.jsonl", "async-4", "async-4", value, mean)
-        for name in ("shared", "rows_first")
+        for name in ("shared", "rows_first", "fast")
         for what, value in (
             ("seconds", lambda own, _: until_target(own)),
             ("sync", lambda own, _: own["parts"]["sync"]),
@@ -274,14 +300,19 @@ NUMBERS: dict[str, Number] = {
     },
     "peers.rows_first": _paired("peers_rows_first.jsonl", "default", "async-4", _as_early),
     **{
-        f"{arm}.{name}": _paired("waves.jsonl", own, base, _as_fast, share=share)
-        for arm, own, base in (("waves", "waves", "grpo"), ("waves.darts", "darts waves", "darts"))
+        f"{arm}.{name}": _paired(f"{file}.jsonl", own, base, _as_fast, share=share)
+        for arm, file, own, base in (
+            ("waves", "waves", "waves", "grpo"),
+            ("waves.darts", "waves", "darts waves", "darts"),
+            ("waves.darts.slower", "waves_slower", "darts waves", "darts"),
+        )
         for name, share in (("fifth", 0.2), ("half", 0.5), ("whole", 1.0))
     },
+    "waves.darts.rows": _paired(
+        "waves.jsonl", "darts waves", "darts", lambda own, base: own["trained"] / base["trained"], share=0.2
+    ),
     "agents.grpo": _agents("grpo", "lockstep"),
     "agents.default": _agents("default", "grpo"),
-    "peers.async.kept": _peers("async-4", lambda own, _: own["kept_over_plain"], "grpo"),
-    "peers.default.kept": _peers("default", lambda own, _: own["kept_over_plain"], "grpo"),
     "peers.continuous.reward": _peers("continuous", lambda own, base: own["reward"] - base["reward"], "grpo", mean),
     **{
         f"cores.{arm.split('-')[0]}": _cores(arm, lambda own: own["seconds"] / own["steps"])

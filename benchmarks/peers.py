@@ -61,6 +61,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "async-4": {"max_staleness": 4},
     "grpo": {"schedule": "grpo"},
     "default": {"defer_unsettled_groups": None},
+    "default ahead": {"defer_unsettled_groups": None, "rollout_ahead": 1},
     "default apart": {"defer_unsettled_groups": None},  # with an HTTP request for each candidate
     "paper": {"defer_unsettled_groups": False, "long_end_patience": None},
     "ahead": {"schedule": "grpo", "rollout_ahead": 1},

@@ -3,6 +3,7 @@ Sections of benchmarks/REPORT.md about whole trainings: beside a peer, with tool
 `parts.py`, each function returns nothing as long as there are no lines.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def peers(results: Path) -> str:
 def _peers_later(results: Path) -> list[str]:
     """Of another machine, so beside arms of its own, by the threads of the trainer."""
     found = (
+        ("peers_fast", 1, "async-4", "Since candidates share HTTP requests, and with AVX-512"),
         ("peers_shared", 1, "async-4", "Since candidates share HTTP requests (*apart*: one for each)"),
         ("peers_rows_first", 1, "async-4", "Since spare candidates start after all rows"),
         ("peers_later", 1, "async-4", "Before that"),
@@ -117,17 +119,39 @@ def waves(results: Path) -> str:
     lines = last(results, "waves", "share", "seed", "arm")
     if not lines:
         return ""
-    runs = list(lines.values())
-    arms = cells.arms_of(runs)
     text = f"""
         `python -m benchmarks.waves`: `stream_training` on a real server at [a GPU's pace](#how-it-was-run), where
         passes take a share of the seconds of GRPO's rollout {origin(lines)}. Rollout and passes are those of *grpo*,
-        which has one after the other; *ahead* is `rollout_ahead=1`, whose rows are a step old."""
-    blocks = []
-    for share in sorted({run["share"] for run in runs}):
-        own = [run for run in runs if run["share"] == share]
-        blocks.append(cells.compare(f"passes {share:g} of a rollout (seeds)", {"": own}, WAVES, arms, "grpo"))
+        which has one after the other; *ahead* is `rollout_ahead=1`, whose rows are a step old. The seconds of a
+        token's passes were measured anew when arms were added, and differ by up to
+        {_spread_of_pace(lines.values()):.0%} within a table."""
+    blocks = _waves([*lines.values()])
+    if earlier := last(results, "waves_slower", "share", "seed", "arm"):
+        text_of_earlier = f"""
+            Before waves stopped waiting for the answers to their aborts, on a slower machine {origin(earlier)}."""
+        blocks += [prose(text_of_earlier), *_waves([*earlier.values()])]
     return section("Training while the tail decodes", text, *blocks)
+
+
+def _spread_of_pace(runs: Collection[Any]) -> float:
+    """Returns by how much the longest passes of a share's runs are longer than the shortest."""
+    paces = [[run["per_token"] for run in runs if run["share"] == share] for share in {run["share"] for run in runs}]
+    return max(max(own) / min(own) for own in paces) - 1
+
+
+def _waves(runs: list[Any]) -> list[str]:
+    """Returns a table for each share."""
+    arms = cells.arms_of(runs)
+    return [
+        cells.compare(
+            f"passes {share:g} of a rollout (seeds)",
+            {"": [run for run in runs if run["share"] == share]},
+            WAVES,
+            arms,
+            "grpo",
+        )
+        for share in sorted({run["share"] for run in runs})
+    ]
 
 
 EPOCHS: cells.Columns = {
