@@ -18,7 +18,7 @@ class FailedPrompts:
     def note(self, url: str, group_id: int, now: float) -> float | None:
         """
         Notes a failure. Returns the time since which too many prompts have failed, if too many have. The server is the
-        cause unless it has decoded others since.
+        cause unless requests run on it that it had before.
         """
         failed_at = self._failed_at.setdefault(url, {})
         failed_at[group_id] = now
