@@ -190,14 +190,6 @@ def _peers(arm: str, value: Callable[[Run, Run], float], base: str, form: Callab
     return _paired("peers.jsonl", arm, base, value, form)
 
 
-def _peers_fast(arm: str, value: Callable[[Run], float], form: Callable[..., str]) -> Number:
-    return _paired("peers_fast.jsonl", arm, "async-4", lambda own, _: value(own), form)
-
-
-def _share_of_passes(own: Run) -> float:
-    return float((own["parts"]["passes"] + own["parts"]["pace"]) * own["steps"] / own["seconds"])
-
-
 def _agents(arm: str, base: str) -> Number:
     return _paired("agents.jsonl", arm, base, _as_fast)
 
@@ -219,6 +211,15 @@ def _as_fast(own: Run, base: Run) -> float:
 def _waited(own: Run, base: Run) -> float:
     """Returns the mean seconds of waiting for a rollout."""
     return float(own["parts"]["wait"])
+
+
+def _kept(own: Run, base: Run) -> float:
+    return float(own["kept_over_plain"])
+
+
+def _share_of_passes(own: Run, base: Run) -> float:
+    """Returns the share of passes and their pace in a step."""
+    return float((own["parts"]["passes"] + own["parts"]["pace"]) * own["steps"] / own["seconds"])
 
 
 def _as_early(own: Run, base: Run) -> float:
@@ -273,18 +274,18 @@ NUMBERS: dict[str, Number] = {
     "peers.shared.apart": _paired("peers_shared.jsonl", "default apart", "async-4", _as_early),
     "peers.shared.gain": _paired("peers_shared.jsonl", "default apart", "default", lambda a, b: 1 / _as_early(a, b)),
     **{
-        f"peers.fast.{arm.split()[-1]}.oldest": _peers_fast(arm, lambda own: own["oldest"], _largest)
+        f"peers.fast.{arm.split()[-1]}.oldest": _paired(
+            "peers_fast.jsonl", arm, "async-4", lambda own, _: own["oldest"], _largest
+        )
         for arm in ("default", "default ahead", "default waves", "continuous")
     },
     **{
-        f"peers.fast.{arm.split('-')[0]}.{what}": _peers_fast(arm, value, mean)
-        for arm, what, value in (
-            ("default", "kept", lambda own: own["kept_over_plain"]),
-            ("continuous", "kept", lambda own: own["kept_over_plain"]),
-            ("async-4", "kept", lambda own: own["kept_over_plain"]),
-            ("async-4", "passes", _share_of_passes),
-            ("continuous", "passes", _share_of_passes),
+        f"peers.fast.{arm.split('-')[0]}.{what}": _paired("peers_fast.jsonl", arm, "async-4", value, mean)
+        for what, value, arms in (
+            ("kept", _kept, ("async-4", "continuous", "default")),
+            ("passes", _share_of_passes, ("async-4", "continuous")),
         )
+        for arm in arms
     },
     **{
         f"peers.{name}.async.{what}": _paired(f"peers_{name}.jsonl", "async-4", "async-4", value, mean)

@@ -3,7 +3,9 @@ Sections of benchmarks/REPORT.md about whole trainings: beside a peer, with tool
 `parts.py`, each function returns nothing as long as there are no lines.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,38 +121,32 @@ def waves(results: Path) -> str:
     lines = last(results, "waves", "share", "seed", "arm")
     if not lines:
         return ""
+    shares = _by_share(lines.values())
+    paces = [[run["per_token"] for run in runs] for runs in shares.values()]
     text = f"""
         `python -m benchmarks.waves`: `stream_training` on a real server at [a GPU's pace](#how-it-was-run), where
         passes take a share of the seconds of GRPO's rollout {origin(lines)}. Rollout and passes are those of *grpo*,
         which has one after the other; *ahead* is `rollout_ahead=1`, whose rows are a step old. The seconds of a
         token's passes were measured anew when arms were added, and differ by up to
-        {_spread_of_pace(lines.values()):.0%} within a table."""
-    blocks = _waves([*lines.values()])
+        {max(max(own) / min(own) for own in paces) - 1:.0%} within a table."""
+    blocks = _waves(shares)
     if earlier := last(results, "waves_slower", "share", "seed", "arm"):
-        text_of_earlier = f"""
+        when = f"""
             Before waves stopped waiting for the answers to their aborts, on a slower machine {origin(earlier)}."""
-        blocks += [prose(text_of_earlier), *_waves([*earlier.values()])]
+        blocks += [prose(when), *_waves(_by_share(earlier.values()))]
     return section("Training while the tail decodes", text, *blocks)
 
 
-def _spread_of_pace(runs: Collection[Any]) -> float:
-    """Returns by how much the longest passes of a share's runs are longer than the shortest."""
-    paces = [[run["per_token"] for run in runs if run["share"] == share] for share in {run["share"] for run in runs}]
-    return max(max(own) / min(own) for own in paces) - 1
+def _by_share(runs: Iterable[Any]) -> dict[float, list[Any]]:
+    share = itemgetter("share")
+    return {value: [*own] for value, own in groupby(sorted(runs, key=share), share)}
 
 
-def _waves(runs: list[Any]) -> list[str]:
+def _waves(shares: Mapping[float, list[Any]]) -> list[str]:
     """Returns a table for each share."""
-    arms = cells.arms_of(runs)
     return [
-        cells.compare(
-            f"passes {share:g} of a rollout (seeds)",
-            {"": [run for run in runs if run["share"] == share]},
-            WAVES,
-            arms,
-            "grpo",
-        )
-        for share in sorted({run["share"] for run in runs})
+        cells.compare(f"passes {share:g} of a rollout (seeds)", {"": runs}, WAVES, cells.arms_of(runs), "grpo")
+        for share, runs in shares.items()
     ]
 
 

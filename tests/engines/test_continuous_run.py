@@ -1,9 +1,10 @@
-"""A rollout without an end on stub servers: what a batch or a wave waits for."""
+"""A rollout without an end on stub servers: what a batch or a wave waits for, and what it remembers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.engines.fake_server import completion
 from tests.engines.stub_servers import BODY, TOKENS, Stub, engine_on, event_stream, send
 from tests.waits import wait_for
 from trl_darts.engines import ServerPrompt
+from trl_darts.engines.continuous_run import ContinuousRun
 from trl_darts.scheduling import FinishedGroups, FinishReason, GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.scheduling.continuous import Continuous
 
@@ -76,3 +78,17 @@ def test_a_wave_does_not_wait_for_the_end_of_what_it_aborts(answers):
 
 async def add(run, plans, prompts):
     run.add(plans, prompts)
+
+
+def test_what_a_rollout_without_end_knows_does_not_grow():
+    """One entry for each version of the weights that a server has, however many syncs there were."""
+    members = {"a": SimpleNamespace(version=0), "b": SimpleNamespace(version=0)}
+    own = SimpleNamespace(version=0, members=members)
+    run = object.__new__(ContinuousRun)
+    run.pool, run.step, run._steps = own, 0, {0: 0}
+    for sync in range(1, 100):
+        own.version, run.step = sync, 10 * sync
+        members["a"].version = sync  # the other one is lost
+        assert run._step_of(sync) == 10 * sync
+    assert run._steps == {0: 0, 99: 990}
+    assert run._step_of(0) == 0

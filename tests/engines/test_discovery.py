@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -273,3 +274,14 @@ def test_a_list_belongs_to_one_trainer(tmp_path):
 def test_a_value_that_is_no_list(value):
     with pytest.raises(ConfigurationError, match=r"`vllm_server_list` \('.*'\) must be a file or a directory"):
         check_source(value)
+
+
+def test_what_is_known_of_addresses_that_left_the_list_is_forgotten():
+    """On a cluster whose servers come and go, each has another address."""
+    discovery = Discovery(SimpleNamespace(), hangs)
+    monitor = SimpleNamespace(pool=SimpleNamespace(members={"http://b": None}))
+    for number in range(5):
+        discovery._retry_at[f"http://{number}"] = 0.0
+        discovery._warned[f"http://{number}"] = "it can't join"
+    asyncio.run(discovery._follow(monitor, ["http://b"]))
+    assert (discovery._retry_at, discovery._warned) == ({}, {})

@@ -10,7 +10,6 @@ import errno
 import re
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import aiohttp
 import psutil
@@ -33,8 +32,6 @@ from tests.engines.stub_servers import (
 )
 from tests.waits import wait_for
 from trl_darts.engines import aborts, monitor, opener, server_log, vllm_api, vllm_rollout, waiting
-from trl_darts.engines.continuous_run import ContinuousRun
-from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
 
@@ -530,28 +527,3 @@ def test_processes_that_share_the_servers_share_their_slots_and_probe_only_durin
         engine.lose(url, "for the test")
         engine.follow(0, {url: True})  # the main process has found it
         check_rows(run(engine, 2))
-
-
-def test_what_a_rollout_without_end_knows_does_not_grow():
-    """One entry for each version of the weights that a server has, however many syncs there were."""
-    members = {"a": SimpleNamespace(version=0), "b": SimpleNamespace(version=0)}
-    own = SimpleNamespace(version=0, members=members)
-    run = object.__new__(ContinuousRun)
-    run.pool, run.step, run._steps = own, 0, {0: 0}
-    for sync in range(1, 100):
-        own.version, run.step = sync, 10 * sync
-        members["a"].version = sync  # the other one is lost
-        assert run._step_of(sync) == 10 * sync
-    assert run._steps == {0: 0, 99: 990}
-    assert run._step_of(0) == 0
-
-
-def test_what_is_known_of_addresses_that_left_the_list_is_forgotten():
-    """On a cluster whose servers come and go, each has another address."""
-    discovery = Discovery(SimpleNamespace(), hangs)
-    monitor = SimpleNamespace(pool=SimpleNamespace(members={"http://b": None}))
-    for number in range(5):
-        discovery._retry_at[f"http://{number}"] = 0.0
-        discovery._warned[f"http://{number}"] = "it can't join"
-    asyncio.run(discovery._follow(monitor, ["http://b"]))
-    assert (discovery._retry_at, discovery._warned) == ({}, {})
